@@ -5,7 +5,7 @@
         result = sieve.ask(document, question="What was decided?")
     print(result.text, result.stats)
 
-Importing this loads neither torch nor transformers: each name is loaded when it is first used.
+Importing this loads neither torch nor transformers: names are loaded on first use.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _HOME = {
     "register_method": "kvsieve.registry",
 }
 
-# Who wants to see what is logged adds a handler, or calls logging.basicConfig.
+# Applications that show logs add a handler, or call logging.basicConfig.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 

@@ -12,8 +12,8 @@ from kvsieve.quantities import format_bytes, is_size, is_tokens, parse_bytes, pa
 
 _FLOORED = re.compile(r"(.*\S)\s*\(at least (\d+)\)")
 
-# Entries that shares of plans made by name keep at least: with 20% of a question of 40 tokens a model answers with a
-# loop (benchmarks/floor.py; docs/options.md, "The floor").
+# Floor of shares of plans made by name: with 20% of a question of 40 tokens a model answers with a loop
+# (benchmarks/floor.py; docs/options.md, "The floor").
 FLOOR = 512
 # Numbers of entries that may have been meant as a share in percent.
 _PERCENT = 100
@@ -21,18 +21,18 @@ _PERCENT = 100
 
 @dataclass(frozen=True)
 class Budget:
-    """Number of KV entries that a layer keeps per KV head, sinks and recent window included.
+    """Number of KV entries that a layer keeps per KV head, including sinks and recent window.
 
-    Exactly one of the three is given.
+    Give exactly one of `tokens`, `ratio` and `bytes`.
 
     Attributes:
         tokens: an absolute number of entries, at least 1.
-        ratio: a share in (0, 1] of the conversation's true length (padding excluded) once a turn's prompt is complete:
-            ``int(length * ratio)`` entries.
-        floor: entries that a share keeps at least, so that a shorter conversation stays whole. Default 0. Plans made by
-            name have 512 unless ``floor=`` says otherwise.
-        bytes: of the whole cache of one row of the batch, all layers and heads, once its prompt is complete. As many
-            entries as fit are worked out when the plan comes to its model (Plan.for_model, `attach`).
+        ratio: a share in (0, 1] of the conversation's tokens so far without padding, measured when a turn's prompt
+            ends: ``int(length * ratio)`` entries.
+        floor: least entries of a share: shorter conversations are not evicted from. Default 0. Plans made by name have
+            512 unless ``floor=`` is given.
+        bytes: size of the whole cache of one row of the batch, all layers and heads, at the end of its prompt. It is
+            converted to entries when the plan gets its model (Plan.for_model, `attach`).
 
     Raises:
         PlanError: none or several are given, or one is out of range.
@@ -79,11 +79,11 @@ class Budget:
 
     @classmethod
     def parse(cls, value: Budget | str | int | float) -> Budget:
-        """Read a budget as users write it.
+        """Parse a budget.
 
         Args:
-            value: ``"20%"`` or ``0.2`` (ratio), ``"2048"``, ``2048`` or ``"2k"`` (tokens), ``"512MiB"``
-                (bytes), a Budget, or what `str` makes of one.
+            value: ``"20%"`` or ``0.2`` (ratio), ``"2048"``, ``2048`` or ``"2k"`` (tokens), ``"512MiB"`` (bytes), a
+                Budget, or its `str`.
 
         Raises:
             PlanError: the value is none of them.
@@ -114,12 +114,12 @@ class Budget:
         return cls(tokens=value) if isinstance(value, int) else cls(ratio=float(value))
 
     def entries(self, length: int, minimum: int = 1) -> int:
-        """Return the entries to keep for a prompt of `length` true tokens, at least `minimum` and the floor.
+        """Return the entries to keep for a prompt of `length` tokens without padding, at least `minimum` and the floor.
 
-        More than `length` where the floor or a number of entries is: then all stay.
+        If the floor or the number of entries exceeds `length`, nothing is evicted.
 
         Raises:
-            PlanError: the budget is in bytes, and no model has made entries of it.
+            PlanError: the budget is in bytes, and has not been converted to entries.
         """
         if self.bytes is not None:
             raise PlanError(
@@ -130,11 +130,11 @@ class Budget:
         return max(asked, minimum)
 
     def with_floor(self, floor: int) -> Budget:
-        """Return this share with another floor; a budget that is no share as it is."""
+        """Return this share with another floor; other budgets unchanged."""
         return self if self.ratio is None else replace(self, floor=floor)
 
     def refuse_bytes(self, owner: str, name: str, why: str) -> None:
-        """Raise PlanError where parameter `name` of `owner` was given in bytes, which mean nothing there: `why`."""
+        """Raise PlanError if parameter `name` of `owner` was given in bytes, which it cannot be because of `why`."""
         if self.bytes is not None:
             raise PlanError(
                 f"{owner}: {name} cannot be given in bytes, got {self}: {why}; give a share like '20%' or a number "
@@ -142,7 +142,7 @@ class Budget:
             )
 
     def refuse_fewer(self, least: int, owner: str, why: str, name: str = "budget") -> None:
-        """Raise PlanError where `owner` was given a number of entries below `least`, which it needs for `why`."""
+        """Raise PlanError if `owner` was given fewer than the `least` entries it needs for `why`."""
         if self.tokens is not None and self.tokens < least:
             share = f", or write {self.tokens}% for a share" if self.tokens <= _PERCENT else ""
             raise PlanError(
@@ -159,7 +159,7 @@ class Budget:
 
 
 def percent_doubt(value: Budget | str | int | float | None) -> str | None:
-    """Return the question that a budget written as a small bare number raises, or None for any other.
+    """Return a question about a budget written as a small bare number, or None for any other.
 
     Raises:
         PlanError: the value is no budget.
@@ -171,11 +171,11 @@ def percent_doubt(value: Budget | str | int | float | None) -> str | None:
 
 
 def has_floor(value: Any) -> bool:
-    """Tell that a value is a budget, or one as text, that has a floor."""
+    """Return whether a value is a budget, or one as text, with a floor."""
     floored = isinstance(value, str) and _FLOORED.fullmatch(value.strip())
     return bool(floored) or (isinstance(value, Budget) and value.floor > 0)
 
 
 def without_floor(value: Any) -> Any:
-    """Return a budget, or one as text, without its floor, and any other value as it is."""
+    """Return a budget, or one as text, without its floor, and any other value unchanged."""
     return Budget.parse(value).with_floor(0) if has_floor(value) else value

@@ -1,4 +1,4 @@
-"""A client of OpenAI-compatible servers, for scoring and measuring them: kvsieve's own, vLLM, llama.cpp's."""
+"""Client of OpenAI-compatible servers (kvsieve's, vLLM, llama.cpp's) for scoring and measuring them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY = "OPENAI_API_KEY"
 
 
 class ServerError(KvsieveError):
-    """A server that cannot be reached, or refuses a request. status: of its answer, None where there was none."""
+    """The server cannot be reached, or refuses a request. status: of its answer, or None."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -28,17 +28,17 @@ class ServerError(KvsieveError):
 
 @dataclass(frozen=True)
 class Completed:
-    """A completion, and when its pieces came.
+    """A completion, with the times of its pieces.
 
     Attributes:
         text: of the answer.
-        began: when it was asked for, in seconds of `time.perf_counter`.
-        times: when each piece of text came.
-        ended: when all had come.
-        prompt_tokens: of the prompt, as the server counts them.
-        new_tokens: of the answer, as the server counts them; the number of pieces where it does not tell.
-        cached_tokens: of the prompt, found in a store; None where the server does not tell.
-        kept: `usage.kv` of kvsieve's server; None of others.
+        began: time of the request, in seconds of `time.perf_counter`.
+        times: of each piece of text.
+        ended: time of the end.
+        prompt_tokens: of the prompt, as counted by the server.
+        new_tokens: of the answer, as counted by the server; else the number of pieces.
+        cached_tokens: of the prompt, from a prefix cache; None if the server does not say.
+        kept: `usage.kv` of kvsieve's server; None for others.
     """
 
     text: str
@@ -57,19 +57,19 @@ class Completed:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per token behind the first; None for an answer of one."""
+        """Seconds per token after the first; None for a single token."""
         if self.new_tokens < 2 or len(self.times) < 2:
             return None
         return (self.times[-1] - self.times[0]) / (self.new_tokens - 1)
 
 
 class ServerClient:
-    """Asks a server for completions of token ids, greedily and streamed. May be used by several threads.
+    """Requests completions of token ids, greedily and streamed. Thread-safe.
 
     Args:
         url: of the server, with or without /v1.
-        model: its name there; the first that the server lists if left out.
-        extra: further members of every request's body.
+        model: its name there (default: the first that the server lists).
+        extra: additional members of every request's body.
         timeout: seconds without any answer.
 
     Raises:
@@ -88,17 +88,16 @@ class ServerClient:
         self.extra = dict(extra or {})
         key = os.environ.get(KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        # Some servers close a connection after a stream without saying so, and the next request would be lost.
+        # Some servers silently close a connection after a stream, and the next request would be lost.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http: httpx.Client = httpx.Client(headers=headers, timeout=timeout, limits=limits)
         self.model = model or self._first_model()
 
     def close(self) -> None:
-        """Close all connections."""
         self._http.close()
 
     def complete(self, prompt: Sequence[int] | str, max_tokens: int, **more: Any) -> Completed:
-        """Ask for one completion. Raises ServerError."""
+        """Request one completion. Raises ServerError."""
         body: dict[str, Any] = {"model": self.model, "prompt": prompt if isinstance(prompt, str) else list(prompt)}
         body |= {"max_tokens": max_tokens, "temperature": 0, "stream": True}
         body |= {"stream_options": {"include_usage": True}, **self.extra, **more}
@@ -163,7 +162,7 @@ class ServerClient:
 
 
 def parse_extra(text: str | None) -> dict[str, Any]:
-    """Read members of a request's body, JSON as text. Raises InputError for what is no JSON object."""
+    """Parse members of a request's body from a JSON object. Raises InputError for anything else."""
     if text is None:
         return {}
     try:
@@ -176,7 +175,7 @@ def parse_extra(text: str | None) -> dict[str, Any]:
 
 
 def check_tokenizer_of(client: ServerClient, ids: Sequence[int], text: str, name: str) -> None:
-    """Raise InputError where a server counts another number of tokens in a text than a tokenizer does.
+    """Raise InputError if a server counts another number of tokens in a text than a tokenizer.
 
     Args:
         client: of the server.
@@ -185,7 +184,7 @@ def check_tokenizer_of(client: ServerClient, ids: Sequence[int], text: str, name
         name: of the tokenizer, for the message.
     """
     counted = client.complete(text, 1).prompt_tokens
-    # One more or less is a beginning of sequence that one of them writes.
+    # A difference of one is a beginning-of-sequence token that one of them adds.
     if counted is not None and abs(counted - len(ids)) > 1:
         raise InputError(
             f"the server's {client.model} reads {counted} tokens where the tokenizer of {name} writes {len(ids)}: "

@@ -1,8 +1,8 @@
-"""Parameters of methods where neither the caller nor a profile of the model gives them.
+"""Defaults of methods' parameters by model, below the caller's and a profile's.
 
-PAPER holds what each paper ran, which ``paper=True`` takes; MODELS and LAYERS the models that papers ran it on, which
-get those values without asking. Other models get what follows from their depth and from how their tokenizer splits
-digits, chosen by what a small and a larger model answered (docs/calibrate.md).
+PAPER has the values of each paper, which ``paper=True`` selects; MODELS and LAYERS the papers' models, which get those
+values by default. Other models get values by their depth and their tokenizer's splitting of digits, chosen by the
+answers of a small and a larger model (docs/calibrate.md).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from kvsieve.errors import InputError, short
 from kvsieve.profiles import Fingerprint
 
-# Tokens of an answer such as a number of seven digits with some room: what pooling should keep in one piece.
+# Tokens of an answer such as a seven-digit number, and a margin, that pooling should keep together.
 _PIECE = 21
 _DIGITS = "7305816294"
 
-# Method -> parameters as its paper ran it; "code" is what its authors published beside the paper.
+# Method -> parameters of its paper; "code" means the authors' published code.
 PAPER: dict[str, dict[str, Any]] = {
     # LongBench runs of the code: w32, k7, maxpool.
     "snapkv": {"window": 32, "kernel": 7, "pooling": "max"},
@@ -50,7 +50,7 @@ PAPER: dict[str, dict[str, Any]] = {
     "sparq": {"per_query_head": True, "mean_value": True, "newest": False},
 }
 
-# Models of the papers, by shape; their vocabulary stands for the tokenizer.
+# Models of the papers, by shape; their vocabulary identifies the tokenizer.
 MODELS = {
     "Llama-3.1-8B": Fingerprint("llama", 32, 32, 8, 128, 4096, 128256),
     "Qwen2.5-7B": Fingerprint("qwen2", 28, 28, 4, 128, 3584, 152064),
@@ -61,7 +61,7 @@ MODELS = {
     "Phi-3.5-mini": Fingerprint("phi3", 32, 32, 32, 96, 3072, 32064),
 }
 
-# Method -> parameter, and the layer that its paper, or a paper that ran it beside its own method, took on a model.
+# Method -> parameter, and the layer by model that its paper, or one that compared with it, chose.
 LAYERS: dict[str, tuple[str, dict[str, int]]] = {
     # FastKV 5.1, its code (Nemo), ASL C.2 (Qwen).
     "fastkv": ("tsp_layer", {"Llama-3.1-8B": 15, "Ministral-8B": 17, "Mistral-Nemo-12B": 19, "Qwen2.5-7B": 14}),
@@ -75,19 +75,19 @@ LAYERS: dict[str, tuple[str, dict[str, int]]] = {
     "asl": ("first", {name: shape.layers // 3 for name, shape in MODELS.items()}),
 }
 
-# Parameters that depend on the model; others of PAPER are a user's choice, which only paper=True changes.
+# Parameters that depend on the model; the others of PAPER apply with paper=True only.
 _OF_MODEL = frozenset({"tau", "observed", "window", "kernel", "pooling"})
 
 
 def paper_model(model: Fingerprint) -> str | None:
-    """Return the name of the papers' model of this shape, None for another."""
-    # transformers gave Ministral a type of its own; checkpoints have either.
+    """Return the name of the papers' model with this shape, or None."""
+    # transformers has a separate type for Ministral; checkpoints have either.
     shape = dataclasses.replace(model, model_type={"ministral": "mistral"}.get(model.model_type, model.model_type))
     return next((name for name, known in MODELS.items() if known == shape), None)
 
 
 def published(method: str, model: Fingerprint) -> dict[str, Any]:
-    """Return the parameters of a method that depend on the model, as papers ran it on this one; empty for others."""
+    """Return a method's model-dependent parameters as published for this model; empty for others."""
     name = paper_model(model)
     parameter, layers = LAYERS.get(method, ("", None))
     if name is None or method not in PAPER or (layers is not None and name not in layers):
@@ -97,16 +97,15 @@ def published(method: str, model: Fingerprint) -> dict[str, Any]:
 
 
 def layer_at_depth(method: str, layers: int, otherwise: int) -> int:
-    """Return the layer that a method's paper took on a model of so many layers, `otherwise` where it had none."""
+    """Return the layer that a method's paper chose on a model of `layers` layers, else `otherwise`."""
     known = ((MODELS[name].layers, layer) for name, layer in LAYERS[method][1].items())
     return next((layer for depth, layer in known if depth == layers), otherwise)
 
 
 def digits_per_token(tokenizer: Any = None) -> int:
-    """Digits of a number that a tokenizer puts into one token, rounded: 1 where it splits them one by one.
+    """Return the digits of a number per token, rounded; 1 if the tokenizer splits them one by one.
 
-    tokenizer: of transformers; None takes 1, so that no kernel is too narrow. Raises InputError
-    for what is no tokenizer.
+    tokenizer: of transformers; None returns 1, so that no kernel is too narrow. Raises InputError for other objects.
     """
     if tokenizer is None:
         return 1
@@ -117,32 +116,32 @@ def digits_per_token(tokenizer: Any = None) -> int:
 
 
 def pooling(model: Fingerprint, digits: int) -> dict[str, Any]:
-    """Window and kernel of methods that keep what a window of queries attends to."""
+    """Return window and kernel for methods that keep the entries attended to by a window of queries."""
     return {"window": 16, "kernel": "auto" if digits == 1 else _odd(_PIECE / digits)}
 
 
 def fastkv(model: Fingerprint, digits: int) -> dict[str, Any]:
-    """The pooling, and the layer after which tokens are dropped."""
+    """Return the pooling, and the layer after which tokens are dropped."""
     return {"tsp_layer": settled_layer(model), **pooling(model, digits)}
 
 
 def asl(model: Fingerprint, digits: int) -> dict[str, Any]:
-    """The pooling, and the first layer that may select: it does as soon as ranks move less than there."""
+    """Return the pooling, and the first layer that may select, with the variance of ranks there as threshold."""
     layer = settled_layer(model)
-    # Of a shallow model no layer has enough others before it.
+    # In a shallow model no layer has enough layers before it.
     return {**({"first": layer, "tau": 1.0} if layer >= 7 else {}), **pooling(model, digits)}
 
 
 def gemfilter(model: Fingerprint, digits: int) -> dict[str, Any]:
-    """The filter layer and the pooling of its scores."""
+    """Return the filter layer and the pooling of its scores."""
     return {"layer": settled_layer(model), "kernel": pooling(model, digits)["kernel"]}
 
 
 def settled_layer(model: Fingerprint) -> int:
-    """The layer after which dropping tokens changes little; half the depth is enough for large models only."""
+    """Return the layer after which dropping tokens changes little; half the depth suffices for large models only."""
     return max(min(model.layers * 7 // 10, model.layers - 2), 0)
 
 
 def _odd(width: float) -> int:
-    """The nearest odd number of at least 7, the papers' own width."""
+    """Return the nearest odd number of at least 7, the papers' width."""
     return max(7, 2 * round((width - 1) / 2) + 1)

@@ -1,4 +1,4 @@
-"""Tokens become text: answers as they come, and the bytes of single tokens."""
+"""Decoding of tokens: streamed text, and the bytes of single tokens."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-# What stands for bytes that are no character, or not a whole one yet.
+# Replacement for bytes of an invalid or incomplete character.
 _PART = "\ufffd"
-# How SentencePiece writes a byte, and the space before a word.
+# SentencePiece's notation of a byte, and of the space before a word.
 _BYTE, _SPACE = re.compile(r"<0x([0-9A-F]{2})>"), "\u2581"
-# Last tokens of a prompt that are looked at for what stands before an answer.
+# Last tokens of a prompt examined for the context of an answer.
 _BEFORE = 8
 
 
 def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Return the text of tokens, special ones left out and every space where the tokens have it."""
+    """Return the text of tokens, without special ones and with all spaces unchanged."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 class Detokenizer:
-    """Turns an answer's tokens into pieces of text, none of which ends within a character.
+    """Converts an answer's tokens to pieces of text that end at character boundaries.
 
-    Joined, the pieces are the text of all tokens together: a token is never decoded by itself, because some tokenizers
+    Joined, the pieces are the text of all tokens together. A token is never decoded alone, because some tokenizers
     write characters with several tokens, and spaces only between them.
 
     Attributes:
@@ -34,21 +34,21 @@ class Detokenizer:
 
         Args:
             tokenizer: any tokenizer of transformers.
-            before: tokens that the answer goes on with, so that it begins with a space where its first word has one.
-                Default none: the answer is a text of its own.
+            before: tokens that the answer continues, so that it may begin with a space. Default none: the answer is a
+                separate text.
         """
         self.tokenizer, self.text = tokenizer, ""
-        # Tokens from `start` on are decoded again, those up to `done` only to see what the later ones add.
+        # Tokens from `start` are decoded again; those up to `done` are context for the later ones.
         self._ids = self._context(before)
         self._start, self._done = 0, len(self._ids)
 
     def add(self, ids: Iterable[int]) -> str:
-        """Take in the next tokens, and return the text that they complete."""
+        """Add tokens, and return the text that they complete."""
         self._ids += ids
         return self._next(last=False)
 
     def end(self) -> str:
-        """Return what is left of the text: parts of a character that nothing completes."""
+        """Return the remaining text: incomplete characters."""
         return self._next(last=True)
 
     def _next(self, last: bool) -> str:
@@ -61,7 +61,7 @@ class Detokenizer:
         return piece
 
     def _context(self, before: Sequence[int]) -> list[int]:
-        """Return the fewest last tokens that are a text which begins with a whole character."""
+        """Return the fewest last tokens that form a text starting with a complete character."""
         for count in range(1, min(_BEFORE, len(before)) + 1):
             text = text_of(self.tokenizer, before[-count:])
             if text.strip() and not text.startswith(_PART):
@@ -70,11 +70,11 @@ class Detokenizer:
 
 
 def token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
-    """Return the function that gives a token's own bytes, of which some are only a part of a character.
+    """Return the function from a token to its bytes, which may be part of a character.
 
     Args:
-        tokenizer: byte-level, of SentencePiece, with or without bytes as tokens, or any other; then it is the token's
-            text by itself.
+        tokenizer: byte-level, of SentencePiece, with or without byte tokens, or any other, with which it decodes single
+            tokens.
     """
     byte_of = _bytes_of_letters() if _joined(tokenizer, "a", "\u0120", "b") == "a b" else None
     with_bytes = _joined(tokenizer, "<0x41>") == "A"
@@ -102,7 +102,7 @@ def token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
 
 
 def _joined(tokenizer: Any, *pieces: str) -> str:
-    """Text of a tokenizer's tokens by their names; empty where it takes none that it does not have."""
+    """Return the text of a tokenizer's tokens by name; empty if one is missing."""
     try:
         return str(tokenizer.convert_tokens_to_string(list(pieces)))
     except Exception:
@@ -110,7 +110,7 @@ def _joined(tokenizer: Any, *pieces: str) -> str:
 
 
 def _bytes_of_letters() -> dict[str, int]:
-    """Byte by the letter that stands for it in byte-level vocabularies: itself, or one behind all of Latin-1."""
+    """Return the byte for each letter of byte-level vocabularies: itself, or one beyond Latin-1."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + at): byte for at, byte in enumerate(hidden)}

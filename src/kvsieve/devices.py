@@ -1,4 +1,4 @@
-"""The device that a model is put on where none is named, and the dtype that suits it: what "auto" means."""
+"""Defaults for a model's device, and its dtype, "auto"."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class DtypeChoice:
-    """The dtype that "auto" stands for on a device. reason: one clause saying why."""
+    """Dtype that "auto" selects on a device. reason: one clause."""
 
     dtype: torch.dtype
     reason: str
@@ -33,14 +33,14 @@ def default_device() -> str:
 
 
 def auto_dtype(device: str | torch.device | None = None) -> DtypeChoice:
-    """Choose bfloat16 where the device computes it natively, else float16 where that is fast, else float32.
+    """Return bfloat16 if the device computes it natively, else float16 if that is fast, else float32.
 
-    A processor that lacks bfloat16 computes it right, but converts every number on the way, and so takes longer than
-    for float32, often several times as long. While a plan is attached, linear layers convert once for many tokens
-    (`hf/decode/linears.py`), and a model whose weights fit into memory in bfloat16 alone is not as slow as that.
+    A CPU without bfloat16 instructions converts every number and is often several times slower than with float32. While
+    a plan is attached, linear layers convert once for many tokens (`hf/decode/linears.py`), so that a model that fits
+    into memory in bfloat16 only is not as slow.
 
     Args:
-        device: where the model will run; `default_device` if None.
+        device: of the model; default: `default_device`.
     """
     device = torch.device(default_device() if device is None else device)
     if device.type == "cuda":
@@ -64,9 +64,9 @@ ARM_BF16, ARM = "ARM with bfloat16", "ARM"
 
 
 def cpu_kind() -> str:
-    """Name the kind of this processor, or the lesser one that the environment holds torch and oneDNN to.
+    """Return the kind of this CPU, or the lesser one that the environment limits torch and oneDNN to.
 
-    ``ATEN_CPU_CAPABILITY`` and ``ONEDNN_MAX_CPU_ISA`` do that; a processor of another architecture goes by its name.
+    The variables are ``ATEN_CPU_CAPABILITY`` and ``ONEDNN_MAX_CPU_ISA``; other architectures return their name.
     """
     if platform.machine() in ("aarch64", "arm64"):
         return ARM_BF16 if cpu_has("bf16") else ARM
@@ -81,9 +81,9 @@ def cpu_kind() -> str:
 
 
 def cpu_has(feature: str) -> bool:
-    """Tell whether this processor has a feature, by torch's name for it: "avx512_bf16", "amx_bf16", "bf16" (ARM).
+    """Return whether this CPU has a feature, by torch's name: "avx512_bf16", "amx_bf16", "bf16" (ARM).
 
-    Not one that ``ONEDNN_MAX_CPU_ISA`` keeps oneDNN, which computes in bfloat16, from using.
+    False for a feature that ``ONEDNN_MAX_CPU_ISA`` disables in oneDNN, which computes in bfloat16.
     """
     most = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
     if feature in _ONEDNN and not any(part in most for part in ("ALL", "DEFAULT", *_ONEDNN[feature])):
@@ -92,7 +92,7 @@ def cpu_has(feature: str) -> bool:
 
 
 def cpu_computes_bfloat16() -> bool:
-    """Tell whether products of matrices in bfloat16 are computed by instructions of this processor for it."""
+    """Return whether this CPU has instructions for matrix products in bfloat16."""
     return any(cpu_has(feature) for feature in _NATIVE)
 
 
@@ -120,10 +120,10 @@ _NATIVE = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "bf16": "ARM bf16"}
 
 @functools.cache
 def _cpu_features() -> Mapping[str, Any]:
-    """Features of the processor by torch's names."""
+    """Return the CPU's features by torch's names."""
     if hasattr(torch.cpu, "get_capabilities"):
         return torch.cpu.get_capabilities()
-    # torch before 2.10 tells two of them, and none of ARM's.
+    # torch before 2.10 reports two of them, and none of ARM's.
     older = {"avx512_bf16": "_is_avx512_bf16_supported", "amx_bf16": "_is_amx_tile_supported"}
     found = {name: getattr(torch.cpu, asked)() for name, asked in older.items() if hasattr(torch.cpu, asked)}
     info = Path("/proc/cpuinfo")

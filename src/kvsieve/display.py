@@ -1,4 +1,4 @@
-"""Representation of objects: one short line, and a small table in a notebook."""
+"""Display of objects: one short line, or a small table in a notebook."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def percent(share: float) -> str:
 
 
 def span(entries: Iterable[float], between: str = "–") -> str:
-    """Write the least and the most of several numbers as ``40–120``; layers that hold 0 entries are left out."""
+    """Format the range of several numbers as ``40–120``, ignoring layers with 0 entries."""
     held = sorted({each for each in entries if each}) or [0]
     return str(held[0]) if len(held) == 1 else f"{held[0]}{between}{held[-1]}"
 
 
 def brief(value: Any) -> str:
-    """Write a role, or a field of one, without what is at its default: ``SnapKV(budget=20%, window=32)``.
+    """Format a role, or a field of one, without default values: ``SnapKV(budget=20%, window=32)``.
 
-    A long value is cut, and a digest of the whole ends it, so that values that differ are written differently.
+    A long value is cut and ends with a digest, so that different values look different.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if type(value).__str__ is not object.__str__:
@@ -55,7 +55,7 @@ def _digest(text: str) -> str:
 
 
 def html_table(title: str, rows: Iterable[tuple[str, object]]) -> str:
-    """Table for a notebook: a caption and a row for each name and value, all escaped."""
+    """Return a table for a notebook: a caption and a row for each name and value, all escaped."""
     body = "".join(
         f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
         f"<td style='text-align:left'>{html.escape(str(value))}</td></tr>"
@@ -65,5 +65,5 @@ def html_table(title: str, rows: Iterable[tuple[str, object]]) -> str:
 
 
 def _same(value: Any, default: Any) -> bool:
-    # Comparing a tensor or an array with anything gives no single answer.
+    # Comparing a tensor or an array gives no single result.
     return type(value) is type(default) and isinstance(value, (int, float, str, bool, type(None))) and value == default

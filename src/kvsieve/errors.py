@@ -1,4 +1,4 @@
-"""Errors and warnings. Every message says what was got, what was expected and what to do."""
+"""Errors and warnings. Every message says what was got, what was expected, and what to do."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from kvsieve.text import printable, shortened
 
 
 class KvsieveError(Exception):
-    """Base of every error that kvsieve raises; its message says what was got, what was expected, and what to do.
+    """Base of all errors of kvsieve; messages name the value got, the value expected, and the remedy.
 
-    Long quotations are shortened, and control characters are written out.
+    Long quotations are shortened, and control characters are escaped.
     """
 
     def __init__(self, *args: object) -> None:
@@ -26,7 +26,7 @@ class InputError(KvsieveError, ValueError):
 
 
 class UnsupportedModelError(KvsieveError, NotImplementedError):
-    """A model whose architecture does something that kvsieve cannot honour yet."""
+    """A model with an architecture that kvsieve does not support."""
 
 
 class UnsupportedOptionError(KvsieveError, NotImplementedError):
@@ -34,11 +34,11 @@ class UnsupportedOptionError(KvsieveError, NotImplementedError):
 
 
 class CacheStateError(KvsieveError, RuntimeError):
-    """A cache used outside the session it belongs to, or after a forward pass that failed half-way."""
+    """A cache used outside its session, or after a forward pass that failed half-way."""
 
 
 class CacheFileError(KvsieveError):
-    """A saved cache that cannot be written or read, or that was made with another model, tokenizer or plan."""
+    """A saved cache that cannot be written or read, or was made with another model, tokenizer or plan."""
 
 
 class NotAttachedError(KvsieveError, AttributeError):
@@ -46,11 +46,11 @@ class NotAttachedError(KvsieveError, AttributeError):
 
 
 class MissingFileError(CacheFileError, InputError):
-    """A saved cache's file that is not there, or that may not be read."""
+    """A saved cache's file that is missing or not readable."""
 
 
 class KvsieveWarning(UserWarning):
-    """A guard has changed what was asked for; the message says how."""
+    """A request was honoured in a changed form; the message says how."""
 
 
 def short(value: Any, most: int = 120) -> str:
@@ -58,7 +58,7 @@ def short(value: Any, most: int = 120) -> str:
     try:
         # A long text is cut before it is quoted, a large container is described by its size.
         text = repr(value[:most] + "…" if isinstance(value, str) and len(value) > most else value)
-    except Exception:  # the repr of what a caller gave may raise what it likes
+    except Exception:  # the repr of a caller's object may raise anything
         text = f"a {type(value).__name__}"
     text = " ".join(text.split())
     return text if len(text) <= most + 3 else f"{text[:most]}…"

@@ -1,4 +1,4 @@
-"""The user's folders: the cache, and folders that code may be loaded from because nobody else can write to them."""
+"""The user's folders: the cache, and folders safe to load code from, since no other user can write to them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def home() -> Path | None:
 
 
 def cache_dir() -> Path:
-    """Return kvsieve's cache directory, which need not exist yet.
+    """Return kvsieve's cache directory, which need not exist.
 
-    ``$KVSIEVE_CACHE``, else ``$XDG_CACHE_HOME/kvsieve``, else ``~/.cache/kvsieve``, else, for a user without a home
-    directory, `temporary_dir`. An empty variable counts as unset, and so does a relative ``XDG_CACHE_HOME`` (its
-    specification says to ignore one).
+    ``$KVSIEVE_CACHE``, else ``$XDG_CACHE_HOME/kvsieve``, else ``~/.cache/kvsieve``, else, without a home directory,
+    `temporary_dir`. An empty variable counts as unset, and so does a relative ``XDG_CACHE_HOME`` (its specification
+    says to ignore one).
     """
     if own := os.environ.get("KVSIEVE_CACHE"):
         return Path(os.path.expanduser(own)).absolute()
@@ -34,28 +34,28 @@ def cache_dir() -> Path:
 
 
 def temporary_dir() -> Path:
-    """Return the user's own folder among temporary files, the same in each process; it need not exist yet."""
+    """Return the user's own folder among temporary files, the same in each process; it need not exist."""
     try:
         folder = tempfile.gettempdir()
     except FileNotFoundError:
-        # Nothing is writable, which is for whoever writes there to say.
+        # Nothing is writable; the caller that writes reports it.
         folder = "/tmp"
     user = "" if sys.platform == "win32" else f"-{os.geteuid()}"
     return Path(folder) / f"kvsieve{user}"
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that only this user may enter, and its parents alike. Raises OSError."""
+    """Create a folder that only this user may enter, and its parents likewise. Raises OSError."""
     if not folder.parent.exists():
         make_private(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def why_not_private(path: Path) -> str | None:
-    """Return why others could replace a file, or what a folder holds; None if only this user and root can.
+    """Return why others could replace a file, or a folder's contents; None if only this user and root can.
 
-    Everything on the way to it counts, but for what a folder with the sticky bit, such as /tmp, leaves to each owner.
-    Windows' permissions are not read. Raises OSError for a path that does not exist.
+    All parent folders count, except that a sticky folder such as /tmp protects each owner's files. Windows' permissions
+    are not checked. Raises OSError for a path that does not exist.
     """
     if sys.platform == "win32":
         return None

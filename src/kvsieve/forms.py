@@ -1,4 +1,4 @@
-"""Forms of a chat's messages, of which a chat template takes one: texts or parts, arguments as objects or as text."""
+"""Forms of a chat's messages for different chat templates: texts or parts, arguments as objects or as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 Messages = Sequence[Mapping[str, Any]]
 # Characters of the ids of tool calls in Mistral's templates, which refuse others.
 _ID_LENGTH = 9
-# What a template writes that takes parts for text, as Python or as JSON.
+# Output of templates that treat parts as text, as Python or as JSON.
 _PRINTED = ("'type': 'text'", '"type": "text"')
 
 
@@ -17,7 +17,7 @@ class CallArguments(dict[str, Any]):
     """Arguments of a tool call as an object, with their text.
 
     Attributes:
-        text: as the model wrote them.
+        text: as written by the model.
     """
 
     def __init__(self, values: Mapping[str, Any], text: str) -> None:
@@ -26,10 +26,10 @@ class CallArguments(dict[str, Any]):
 
 
 def forms(messages: Messages) -> Iterator[list[dict[str, Any]]]:
-    """Yield a chat in the forms that templates take, the one that it has first.
+    """Yield a chat in the forms that templates accept, the given one first.
 
-    Those are: as given; parts joined to a text, one a line; every text as a part; arguments of calls as text only;
-    and all of these with ids of calls that are nine letters and digits.
+    Then: parts joined to a text, one per line; every text as a part; arguments of calls as text only; and all of these
+    with ids of calls of nine letters and digits.
     """
     given = [dict(each) for each in messages]
     found = [given]
@@ -47,7 +47,7 @@ def forms(messages: Messages) -> Iterator[list[dict[str, Any]]]:
 
 
 def shows(text: str, messages: Messages) -> bool:
-    """Tell that a rendered chat has the texts of its user's messages, and nothing written out as Python's data."""
+    """Return whether a rendered chat has the texts of its user's messages, and no Python data written out."""
     said = [part for each in messages if each.get("role") == "user" for part in _texts(each.get("content"))]
     printed = [str(found) for each in messages for found in _arguments(each) if found and not isinstance(found, str)]
     if any(isinstance(each.get("content"), list) for each in messages):
@@ -80,7 +80,7 @@ def _parted(content: Any) -> Any:
 
 
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
-    """Replace the ids of a message's calls, or of the call that it answers, by nine letters and digits each."""
+    """Replace the ids of a message's calls, or of the call that it answers, by nine letters and digits."""
     if isinstance(message.get("tool_call_id"), str):
         message = {**message, "tool_call_id": _short_id(message["tool_call_id"])}
     if message.get("tool_calls"):

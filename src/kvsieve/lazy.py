@@ -1,4 +1,4 @@
-"""Imports at first use: torch for modules that make plans, which need nothing of it, and names of packages."""
+"""Imports on first use: torch for modules that make plans without it, and names of packages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class _Lazy:
-    """Stands for torch, or a part of it, in the modules of kvsieve that have imported it from here."""
+    """Placeholder for torch, or a part of it, in kvsieve's modules that import it from here."""
 
     def __init__(self, module: str, name: str = "") -> None:
         self._module, self._name = module, name
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__") and attribute != "__version__":
-            # Aliases such as tuple[Tensor, ...] ask for such when they are made.
+            # Aliases such as tuple[Tensor, ...] read dunder attributes on creation.
             raise AttributeError(attribute)
         return getattr(self._load(), attribute)
 
@@ -33,7 +33,7 @@ class _Lazy:
         return vars(module)[self._name] if self._name else module
 
     def _load(self) -> Any:
-        """Put torch and its parts where they are stood for, so that later uses cost nothing; return this part."""
+        """Replace placeholders by torch and its parts, so that later uses cost nothing; return this part."""
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] == "kvsieve":
                 names = vars(module)
@@ -46,7 +46,7 @@ globals().update({name: part._found() for name, part in _PARTS.items()} if "torc
 
 
 def lazy_names(package: str, **names: tuple[str, ...]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package that imports its names, given by module, when they are first used."""
+    """Return the `__getattr__` of a package that imports its names, listed by module, on first use."""
     homes = {name: module for module, listed in names.items() for name in listed}
 
     def find(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Loading what registers itself: kvsieve's own methods, and those of installed packages."""
+"""Registration of methods: kvsieve's own, and those of installed packages."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _loaded = False
 
 
 def canonical(name: str) -> str:
-    """Return a method's name without what may be written either way: case, hyphens, underscores and spaces."""
+    """Normalize a method's name: case, hyphens, underscores and spaces."""
     return name.lower().replace("-", "").replace("_", "").replace(" ", "")
 
 
 def load_methods() -> None:
-    """Register every method: kvsieve's own and, once, those that installed packages name as entry points.
+    """Register kvsieve's methods and, once, those of installed packages by entry points.
 
-    One that cannot be loaded is left out with a KvsieveWarning that names its package.
+    A method that cannot be loaded is skipped with a KvsieveWarning that names its package.
     """
     global _loaded
     with _loading:
@@ -49,7 +49,7 @@ def load_methods() -> None:
 
 
 def warn_left_out(what: str, point: metadata.EntryPoint, why: str) -> None:
-    """Warn (KvsieveWarning) that a method or task of another package is left out."""
+    """Warn (KvsieveWarning) that a method or task of another package is skipped."""
     package = point.dist.name if point.dist is not None else point.value
     warnings.warn(
         f"the {what} {point.name!r} of the package {package!r} is left out: {why}; update or uninstall that package",

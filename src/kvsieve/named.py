@@ -1,4 +1,4 @@
-"""Plans by name: a method's parameters as given, from a profile, from the model, or as in the paper."""
+"""Plans by name, with parameters from the caller, a profile, the model, or the paper."""
 
 from __future__ import annotations
 
@@ -33,17 +33,22 @@ def plan(
 ) -> Plan:
     """Make the Plan of a named method: ``plan("fastkv", budget="20%", tsp_layer=14)``, ``plan("fastkv:budget=20%")``.
 
-    Parameters are the method's own (`kvsieve methods` lists them); a budget is a Budget, a share such as "20%" or 0.2,
-    a number of entries, or the size of the whole cache of one prompt, such as "512MiB". Of any method that takes
-    shares, `floor` is the number of entries that a share keeps at least (512, so that short prompts stay whole; 0 for
-    none; ``paper=True`` has none). Of any method, `codec` says how entries are stored: a Codec, or one as text,
-    ``codec="kivi:bits=4"``. Of one that evicts, `rest` says how entries that it would drop are stored instead: a codec
-    again, or "2bit", "3bit" or "4bit". Of any method, `prefill` says what the queries of prompts attend to: a
-    SparsePrefill, or one as text, ``prefill="xattention:threshold=0.9"``. Of a method that has `paper` among them,
-    those that are not given come with the model when the plan is attached (Plan.for_model); ``paper=True`` takes what
-    the paper ran (kvsieve.defaults.PAPER), ``profile=``, a Profile, its file or the name of one that is shipped, takes
-    that one's. Raises PlanError, with a suggestion, for an unknown method, parameter or bad value, and for a profile
-    that cannot be read or holds nothing for the method.
+    Parameters are the method's own (`kvsieve methods` lists them), and these:
+
+    - budget: a Budget, a share such as "20%" or 0.2, a number of entries, or the size of one prompt's whole cache, such
+      as "512MiB".
+    - floor: least entries of a share (default 512, so that short prompts are not evicted from; 0 for none;
+      ``paper=True`` has none).
+    - codec: quantizes stored entries: a Codec, or one as text, ``codec="kivi:bits=4"``.
+    - rest: quantizes entries that the method would evict, instead of dropping them: a codec, or "2bit", "3bit" or
+      "4bit".
+    - prefill: sparse attention of prompts: a SparsePrefill, or one as text, ``prefill="xattention:threshold=0.9"``.
+    - paper: True for the paper's parameters (kvsieve.defaults.PAPER). Otherwise parameters that are not given are
+      filled in when the plan is attached (Plan.for_model).
+    - profile: a Profile, its file or the name of a shipped one, with parameters.
+
+    Raises PlanError, with a suggestion, for an unknown method, parameter or bad value, and for a profile that cannot be
+    read or has nothing for the method.
     """
     method, parameters = _split(method, parameters)
     info = method_info(method)
@@ -77,7 +82,7 @@ def plan(
 
 
 def _as_in_paper(info: MethodInfo, given: Mapping[str, Any]) -> Plan:
-    """Return the plan of a method, and of its base if it has one, with what their papers ran unless it is given."""
+    """Return the plan of a method, and of its base if it has one, with the papers' parameters unless given."""
     values = as_in_paper(info, given)
     inner = {name.removeprefix("base."): value for name, value in values.items() if name.startswith("base.")}
     made = plan_of(info, {**{name: value for name, value in values.items() if "." not in name}, **given})
@@ -88,7 +93,7 @@ def _as_in_paper(info: MethodInfo, given: Mapping[str, Any]) -> Plan:
 
 
 def _split(method: str, parameters: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return name and parameters, those that stand behind the name among them. Raises PlanError."""
+    """Return name and parameters, including those after the name. Raises PlanError."""
     if not isinstance(method, str) or not any(mark in method for mark in ":;,"):
         return method, parameters
     specs = split_specs(method)
@@ -102,12 +107,12 @@ def _split(method: str, parameters: dict[str, Any]) -> tuple[str, dict[str, Any]
 
 
 def plan_without_floor(method: str, **parameters: Any) -> Plan:
-    """Make a Plan as `plan` does, with shares that have no floor unless one is given: what measurements take."""
+    """Make a Plan as `plan` does, with shares without a floor unless one is given, for measurements."""
     return plan(method, **{**({"floor": 0} if method_info(method).takes_floor else {}), **parameters})
 
 
 def _with_floor(info: MethodInfo, given: Mapping[str, Any], usual: int) -> dict[str, Any]:
-    """Parameters with a floor of shares: the one given, by itself or with a budget, else the usual one; 0 is left out.
+    """Return parameters with a floor of shares: the given one, alone or in a budget, else the usual one; 0 is dropped.
 
     Raises:
         PlanError: the floor is no number of entries.
@@ -123,7 +128,7 @@ def _with_floor(info: MethodInfo, given: Mapping[str, Any], usual: int) -> dict[
 
 
 def _check_floor(made: Plan, floor: int) -> None:
-    """Raise PlanError where a floor was given to a plan with a budget that is no share and may keep less."""
+    """Raise PlanError for a floor of a plan with a budget that is no share and may be smaller."""
     for budget in (budget for role in made.roles for budget in budgets_of(vars(made)[role])):
         if (floor and budget.bytes is not None) or (budget.tokens is not None and budget.tokens < floor):
             raise PlanError(
@@ -138,18 +143,18 @@ def crossed(
     rests: Sequence[str | None],
     prefills: Sequence[str | None] = (None,),
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Cross methods with codecs, rests and prefills.
+    """Combine methods with codecs, rests and prefills.
 
-    A codec itself runs under no other, what drops nothing has no rest, what reads prompts sparsely has no prefill.
+    A method that is a codec gets no other codec, one that drops nothing no rest, one that is a sparse prefill no other.
 
     Args:
-        methods: names, and parameters that were given.
+        methods: names, with given parameters.
         codecs: as text, None for none.
-        rests: likewise, of what evictors would drop.
-        prefills: likewise, what reads prompts sparsely.
+        rests: of evicted entries, likewise.
+        prefills: sparse prefills, likewise.
 
     Raises:
-        PlanError: there are rests, and no method has one to keep.
+        PlanError: there are rests, and no method evicts.
     """
     out, kept = [], False
     for name, given in methods:
@@ -171,13 +176,13 @@ def crossed(
 
 
 def rest_text(text: str) -> str:
-    """Return a codec as `codec_of` reads it: "rotated:bits=2" for "2bit", any other text as it is."""
+    """Return a codec in the form for `codec_of`: "rotated:bits=2" for "2bit", any other text unchanged."""
     bits = _BITS.fullmatch(text.strip())
     return f"{_REST}:bits={bits[1]}" if bits else text
 
 
 def rest_of(value: Codec | str) -> Codec:
-    """Return a codec of what is otherwise dropped. Raises PlanError."""
+    """Return a codec for evicted entries. Raises PlanError."""
     if isinstance(value, str):
         return codec_of(rest_text(value))
     if isinstance(value, Codec):
@@ -186,21 +191,21 @@ def rest_of(value: Codec | str) -> Codec:
 
 
 def codec_of(value: Codec | str) -> Codec:
-    """Return a codec that is one, or is written as ``kivi:bits=4``. Raises PlanError."""
+    """Return a codec, parsing text such as ``kivi:bits=4``. Raises PlanError."""
     made = value if isinstance(value, Codec) else _alone("codec", value, "kivi:bits=4").codec
     assert made is not None
     return made
 
 
 def prefill_of(value: SparsePrefill | str) -> SparsePrefill:
-    """Return a SparsePrefill that is one, or is written as ``xattention:threshold=0.9``. Raises PlanError."""
+    """Return a SparsePrefill, parsing text such as ``xattention:threshold=0.9``. Raises PlanError."""
     made = value if isinstance(value, SparsePrefill) else _alone("prefill", value, "xattention:threshold=0.9").prefill
     assert made is not None
     return made
 
 
 def _alone(role: str, value: Any, example: str) -> Plan:
-    """Return the plan of a method, as it is written, that has this one role. Raises PlanError."""
+    """Return the plan of a method, given as text, that has only this role. Raises PlanError."""
     if not isinstance(value, str):
         raise PlanError(f"{role}= takes a {ROLES[role].__name__}, or its name such as {example!r}, got {short(value)}")
     specs = split_specs(value)

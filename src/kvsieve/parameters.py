@@ -1,6 +1,6 @@
-"""Checking of methods' parameters against their annotations; no other place reads those.
+"""Checks of methods' parameters against their annotations.
 
-`plan` asks for the functions that make plans, `Checked` for the classes of roles, so that both refuse alike.
+`plan` checks functions that make plans, `Checked` the classes of roles.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WORDS: dict[Any, str] = {
 
 
 class Checked:
-    """Base of the classes of roles, which are dataclasses: checks the arguments before anything else."""
+    """Base of role classes, which are dataclasses: checks the arguments first."""
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
         check_kinds(cls.__name__, cls, given)
@@ -36,16 +36,16 @@ class Checked:
 def check_kinds(owner: str, annotated: Any, given: Mapping[str, Any]) -> None:
     """Check arguments against annotations.
 
-    Annotations made of int, float, bool, str, None and Literal are checked; others (budgets, lists, roles) are checked
-    where the value is read.
+    Annotations of int, float, bool, str, None and Literal are checked; others (budgets, lists, roles) are checked where
+    the value is used.
 
     Args:
-        owner: who takes the arguments, for the message.
-        annotated: the function or class whose annotations hold.
+        owner: the callee, for the message.
+        annotated: the function or class with the annotations.
         given: the arguments, by name.
 
     Raises:
-        PlanError: a value is none that its annotation allows.
+        PlanError: a value does not match its annotation.
     """
     kinds = _kinds(annotated)
     for name, value in given.items():
@@ -72,18 +72,18 @@ def _fits(value: Any, kind: Any) -> bool:
 
 @functools.cache
 def _kinds(annotated: Any) -> dict[str, tuple[Any, ...]]:
-    """Kinds of each parameter that can be checked here: types, and tuples of choices."""
+    """Return the types, or tuple of choices, of each parameter that can be checked."""
     try:
         hints = typing.get_type_hints(annotated)
     except NameError:
-        # Names that only a type checker knows.
+        # Names for type checkers only.
         return {}
     found = {name: _parts(hint) for name, hint in hints.items()}
     return {name: parts for name, parts in found.items() if parts is not None}
 
 
 def _parts(hint: Any) -> tuple[Any, ...] | None:
-    """Kinds of one annotation; None where one of them is not checked here."""
+    """Return the kinds of one annotation; None if one of them is not checked here."""
     origin = typing.get_origin(hint)
     if origin in (Union, types.UnionType):
         parts = [_parts(each) for each in typing.get_args(hint)]
@@ -94,6 +94,6 @@ def _parts(hint: Any) -> tuple[Any, ...] | None:
 
 
 def inherited_fields(kind: type[Any], base: type[Any]) -> frozenset[str]:
-    """Return the fields of a dataclass that it has from a base class and does not declare anew."""
+    """Return the fields of a dataclass that it inherits from `base` without redeclaring them."""
     own, theirs = kind.__dataclass_fields__, base.__dataclass_fields__
     return frozenset(name for name, each in own.items() if each is theirs.get(name))

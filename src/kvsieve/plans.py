@@ -51,12 +51,12 @@ _EXAMPLES = {
 class Plan:
     """A compression plan for one model's context: at most one object per role.
 
-    propagate: a Propagator, which hidden states go on to deeper layers. evict: an Evictor, which entries stay stored.
-    read: a Reader, which entries a new token reads. codec: a Codec, how stored entries are encoded. rest: a Codec of
-    what the evictor would drop, which stays stored then. prefill: a SparsePrefill, what a prompt's queries attend to.
-    profile: the model whose profile gave the parameters, if one did; `attach` refuses another. unset: of a plan made
-    by name, what `attach` needs to fill in parameters that were not given, which stand at the method's defaults until
-    then. filled: what it filled in. name: what reports call it. Raises PlanError for what fills no role or fits none.
+    propagate: a Propagator, which hidden states pass to deeper layers. evict: an Evictor, which entries stay stored.
+    read: a Reader, which entries a new token attends to. codec: a Codec, how stored entries are encoded. rest: a Codec
+    for entries that the evictor would drop, which then stay stored. prefill: a SparsePrefill, the keys that a prompt's
+    queries attend to. profile: the model of the profile that gave the parameters; `attach` refuses another. unset:
+    parameters of a plan made by name that `attach` fills in; until then they have the method's defaults. filled: the
+    values filled in. name: used in reports. Raises PlanError for roles that do not fit.
     """
 
     propagate: Propagator | None = None
@@ -98,49 +98,49 @@ class Plan:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles that are filled."""
+        """Names of the roles in use."""
         return tuple(role for role in ROLES if getattr(self, role) is not None)
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """Codecs of the plan: `codec` and `rest`, those that are there."""
+        """`codec` and `rest`, if set."""
         return tuple(each for each in (self.codec, self.rest) if each is not None)
 
     @property
     def budgets_in_bytes(self) -> bool:
-        """True while a budget in bytes has not become entries; see `for_model`."""
+        """True while a budget in bytes is not converted to entries; see `for_model`."""
         return any(True for role in self.roles for _ in byte_budgets(getattr(self, role)))
 
     @property
     def floor(self) -> int:
-        """Entries that its shares keep at least; shorter conversations stay whole."""
+        """Least entries of its shares; shorter conversations are not evicted from."""
         return max((floor_of(vars(self)[role]) for role in self.roles), default=0)
 
     @property
     def acts_once(self) -> bool:
-        """True when one full reading of a prompt is enough: nothing is dropped before its end or while decoding."""
+        """True if one full prefill suffices: nothing is dropped before the prompt's end or during decode."""
         if self.shortens_prompt or self.probes or self.prefill is not None:
             return False
         return self.evict is None or not (self.evict.when.chunks or self.evict.when.steps)
 
     @property
     def shortens_prompt(self) -> bool:
-        """True when the cache holds a shorter prompt in place of the one given, which was read to find it."""
+        """True if the cache has a shortened prompt, found by a pass over the full one."""
         return (self.propagate is not None and self.propagate.two_pass) or isinstance(self.evict, ChunkedEvictor)
 
     @property
     def is_view(self) -> bool:
-        """True if the evictor drops nothing and selects, in every turn, the entries its answer reads."""
+        """True if the evictor drops nothing but selects, in every turn, the entries that its answer attends to."""
         return self.evict is not None and self.evict.traits.is_view
 
     @property
     def probes(self) -> bool:
-        """True when the evictor needs passes of its own before a prompt is complete; see roles.ProbingEvictor."""
+        """True if the evictor needs its own passes before a prompt is complete; see roles.ProbingEvictor."""
         return isinstance(self.evict, ProbingEvictor)
 
     @property
     def drops(self) -> bool:
-        """True when tokens or entries may be dropped for good, or encoded by an evictor's choice."""
+        """True if tokens or entries may be dropped permanently, or encoded by an evictor's choice."""
         return self.propagate is not None or (self.evict is not None and not self.is_view)
 
     @property
@@ -155,11 +155,11 @@ class Plan:
 
     @property
     def window(self) -> int:
-        """Queries of the prompt's end that the plan looks at."""
+        """Number of queries at the prompt's end that the plan observes."""
         return max((part.window for part in (self.propagate, self.evict) if part is not None), default=0)
 
     def queries(self, length: int) -> int:
-        """`window` for a prompt of `length` tokens; the last chunk of a chunked prefill holds at least these."""
+        """Return `window` for a prompt of `length` tokens: the least size of the last chunk of a chunked prefill."""
         asked = (0 if self.rest is None else ASKED, 0 if self.propagate is None else self.propagate.queries(length))
         return max(self.window, *asked)
 
@@ -169,7 +169,7 @@ class Plan:
 
     @property
     def lacks_tokenizer(self) -> bool:
-        """True when it feeds texts of its own, or a draft model the prompt's, without the tokenizer that this takes."""
+        """True if it feeds its own texts, or the prompt to a draft model, and has no tokenizer for that."""
         if isinstance(self.propagate, DraftPropagator) and self.propagate.lacks_tokenizer:
             return True
         return self.evict is not None and self.evict.lacks_tokenizer
@@ -184,20 +184,20 @@ class Plan:
         return out
 
     def for_model(self, model: Any, tokenizer: Any = None) -> Plan:
-        """This plan with nothing left open: `attach` does this.
+        """Return this plan with all parameters filled in, as `attach` does.
 
-        model: of transformers, or its Fingerprint. tokenizer: the model's; without one its digits are taken to be
-        tokens of their own. Parameters of a named method that were not given come, each from the first that has it,
-        from the user's own profile of such a model, from a shipped one, from the method's paper if it ran on a model of
-        this shape, from the model's depth and its tokenizer's digits, and from the method itself. What was given, and a
-        role that was replaced, stays. Raises PlanError for a method that needs a profile where there is none, and for a
-        profile whose parameters cannot be used. Budgets in bytes become entries; of a Fingerprint alone they stay.
+        model: of transformers, or its Fingerprint. tokenizer: the model's; without one, each digit counts as a token. A
+        named method's unset parameters come from the first source that has them: the user's own profile of such a
+        model, a shipped one, the method's paper if it used a model of this shape, the model's depth and its tokenizer's
+        digits, and the method. Given parameters and replaced roles do not change. Raises PlanError for a method that
+        needs a profile and has none, and for unusable parameters of a profile. Budgets in bytes become entries, except
+        with a Fingerprint.
         """
         settled: Plan = PROVIDED["settle"](self, model, tokenizer)
         return settled
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready description that `Plan.from_dict` reads back."""
+        """Return a JSON-ready description for `Plan.from_dict`."""
         out: dict[str, Any] = {"name": self.name}
         for role in self.roles:
             out[role] = as_json(getattr(self, role))
@@ -209,7 +209,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
-        """The inverse of `to_dict`, for role classes of kvsieve.methods and of files that registered a method.
+        """Parse the result of `to_dict`, with role classes of kvsieve.methods and of files that registered a method.
 
         Raises PlanError for others.
         """

@@ -1,4 +1,4 @@
-"""Entries that must stay stored: protected ones, and parts of the prompt with a quota; checking that they did."""
+"""Entries that must stay stored, protected ones and quotas of prompt parts, and the check that they do."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvsieve.types import Quotas
 
 @dataclass(frozen=True)
 class ProtectedTokens:
-    """Tokens of a conversation that must stay stored, by token index as fed; those from W on are free.
+    """Tokens of a conversation that must stay stored, by token index; tokens from W are free.
 
     Attributes:
         protected: bool [B, W], tokens that must stay; None for none.
-        segments: int32 [B, W], the part with a quota that a token belongs to, from 1 on; 0 for none. None: no quotas.
+        segments: int32 [B, W], the part with a quota of each token, from 1; 0 for none. None: no quotas.
         counts: int64 [B, S], entries of each part that must stay.
     """
 
@@ -32,10 +32,10 @@ class ProtectedTokens:
 
         Args:
             index: int [B, H, N], token index of each entry.
-            valid: bool [B, H or 1, N], False for padding and filler; None when every entry is real.
+            valid: bool [B, H or 1, N], False for padding and filler; None if there is none.
 
         Returns:
-            Protected entries, bool [B, H, N], and their quotas; each None where there are none.
+            Protected entries, bool [B, H, N], and their quotas; each may be None.
         """
         protected, quotas = _looked_up(self.protected, index, valid), None
         if self.segments is not None and self.counts is not None:
@@ -48,7 +48,7 @@ class ProtectedTokens:
         """Count the entries per row that must stay.
 
         Args:
-            among: of the first so many tokens, or of those where a bool [B, W] is True.
+            among: count only the first so many tokens, or those where a bool [B, W] is True.
         """
         protected, segments, counts = (None if part is None else part.cpu() for part in self._parts())
         if segments is None or counts is None:
@@ -64,7 +64,7 @@ class ProtectedTokens:
         return total.tolist()
 
     def is_missing(self, width: int, index: Tensor, valid: Tensor | None) -> bool:
-        """Tell whether a layer lacks, in some head, entries that must stay.
+        """Return whether a layer lacks, in some head, entries that must stay.
 
         Args:
             width: tokens of each row that the layer has seen, padding included.
@@ -83,7 +83,7 @@ class ProtectedTokens:
         return bool((_sizes(quotas.segment, parts) + to_come < quotas.counts[:, None]).any())
 
     def joined(self, other: ProtectedTokens) -> ProtectedTokens:
-        """Join with the tokens that must stay from a later turn on.
+        """Add the protected tokens of a later turn.
 
         Args:
             other: covers at least as many tokens as this one.
@@ -103,13 +103,13 @@ class ProtectedTokens:
         return ProtectedTokens(protected, old + shifted, torch.cat([self.counts, other.counts], 1))
 
     def reindexed(self, token_index: Tensor) -> ProtectedTokens:
-        """Protection of a prompt made of the tokens at `token_index`, int64 [B, K], -1 for filler."""
+        """Return the protection for a prompt made of the tokens at `token_index`, int64 [B, K], -1 for filler."""
         parts = (_looked_up(part, token_index[:, None], None) for part in (self.protected, self.segments))
         protected, segments = (None if part is None else part[:, 0] for part in parts)
         return dataclasses.replace(self, protected=protected, segments=segments)
 
     def rows(self, rows: Tensor) -> ProtectedTokens:
-        """Protection with row ``rows[i]`` of this one as row i."""
+        """Return the protection with row ``rows[i]`` as row i."""
         return ProtectedTokens(
             *(None if part is None else part.index_select(0, rows.to(part.device)) for part in self._parts())
         )
@@ -118,7 +118,6 @@ class ProtectedTokens:
         return ProtectedTokens(*(None if part is None else part.to(device) for part in self._parts()))
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor held."""
         return [part for part in self._parts() if part is not None]
 
     def _parts(self) -> tuple[Tensor | None, ...]:
@@ -126,10 +125,10 @@ class ProtectedTokens:
 
 
 def lost(protected: Tensor | None, quotas: Quotas | None, indices: Tensor, real: Tensor | None) -> str | None:
-    """Describe the entries that must stay and that a selection drops, as a clause of a message; None if none.
+    """Describe the entries that a selection drops although they must stay, as a clause, or None.
 
     Args:
-        protected: bool [B, H, M], of the entries that the selection chooses from; None for none.
+        protected: bool [B, H, M], of the entries to select from; None for none.
         quotas: of the same entries; None for none.
         indices: int64 [B, X, K], X a multiple of H.
         real: bool [B, X, K], False for filler; None for none.
@@ -151,7 +150,7 @@ def lost(protected: Tensor | None, quotas: Quotas | None, indices: Tensor, real:
 
 
 def _sizes(segment: Tensor, parts: int) -> Tensor:
-    """Entries of each part, int64 [B, H, S]."""
+    """Return the number of entries of each part, int64 [B, H, S]."""
     flat = torch.zeros(*segment.shape[:2], parts + 1, dtype=torch.int64, device=segment.device)
     return flat.scatter_add_(2, segment.long(), torch.ones_like(segment, dtype=torch.int64))[..., 1:]
 
@@ -162,7 +161,7 @@ def _chosen(part: Tensor, indices: Tensor, real: Tensor | None) -> Tensor:
 
 
 def _looked_up(part: Tensor | None, index: Tensor, valid: Tensor | None) -> Tensor | None:
-    """Values of `part` [B, W] at token indices `index` [B, H, N]; 0 for filler, padding and later tokens."""
+    """Return values of `part` [B, W] at token indices `index` [B, H, N]; 0 for filler, padding and later tokens."""
     if part is None:
         return None
     width = part.shape[1]

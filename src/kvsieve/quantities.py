@@ -1,4 +1,4 @@
-"""Quantities as people write them: tokens (8192, 8k), memory (2GiB, 300MB) and times (50ms)."""
+"""Quantities in text: tokens (8192, 8k), memory (2GiB, 300MB) and times (50ms)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from kvsieve.errors import InputError, PlanError, short
 
-# Largest first, so that a size is written in the largest unit of which it is a whole number.
+# Largest first, so that a size is written in the largest unit that gives a whole number.
 _BINARY = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _DECIMAL = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "kB": 10**3, "B": 1}
 _UNITS = {name.lower(): size for name, size in {**_BINARY, **_DECIMAL}.items()}
@@ -18,7 +18,7 @@ _THOUSANDS = {"": 1, "k": 1024, "m": 1024**2}
 
 
 def is_tokens(text: str) -> bool:
-    """Return True for a number of tokens that `parse_tokens` reads."""
+    """Return whether `parse_tokens` can read the text."""
     return _TOKENS.fullmatch(text.strip()) is not None
 
 
@@ -26,11 +26,11 @@ def parse_tokens(text: str, name: str) -> int:
     """Return a number of tokens: "8192", "8k" (8192) or "1M" (1048576).
 
     Args:
-        text: what was written.
-        name: what it was written for, such as "--chunk".
+        text: the number.
+        name: the option, such as "--chunk", for messages.
 
     Raises:
-        InputError: the text is no whole number with k, M or nothing behind it.
+        InputError: the text is no whole number, optionally with k or M.
     """
     match = _TOKENS.fullmatch(text.strip())
     if match is None:
@@ -58,7 +58,7 @@ def parse_bytes(text: str) -> int:
     """Return the bytes of a size such as "512MiB", "1.5 GB", "300kB" or "0".
 
     Raises:
-        PlanError: the text is no size, has no unit, or an unknown one.
+        PlanError: the text is no size, or lacks a known unit.
     """
     match = _SIZE.fullmatch(text.strip())
     known = ", ".join([*_BINARY, *_DECIMAL])
@@ -76,13 +76,13 @@ def parse_bytes(text: str) -> int:
 
 
 def is_size(text: str) -> bool:
-    """Return True for a number with letters behind it that count no tokens: what `parse_bytes` is to read."""
+    """Return whether a text is a number with a unit other than tokens', for `parse_bytes`."""
     match = _SIZE.fullmatch(text.strip())
     return match is not None and bool(match[2]) and not is_tokens(text)
 
 
 def format_bytes(count: int) -> str:
-    """Write a size so that `parse_bytes` reads the same: "512MiB"."""
+    """Format a size for `parse_bytes`: "512MiB"."""
     units = {**_BINARY, **_DECIMAL}
     name = next(name for name, size in units.items() if count % size == 0)
     return f"{count // units[name]}{name}"
@@ -97,5 +97,5 @@ def parse_seconds(text: str, name: str) -> float:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a forecast such as "40 seconds" or "5 minutes", as precise as forecasts are."""
+    """Format a forecast with low precision, such as "40 seconds" or "5 minutes"."""
     return f"{max(10, 10 * round(seconds / 10))} seconds" if seconds < 100 else f"{round(seconds / 60)} minutes"

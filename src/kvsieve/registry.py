@@ -1,4 +1,4 @@
-"""Names of methods, with their parameters and a "did you mean" for every wrong one."""
+"""Registry of methods by name, with their parameters, and suggestions for wrong names."""
 
 from __future__ import annotations
 
@@ -33,14 +33,13 @@ Made = TypeVar("Made", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """A named method: what makes its Plan, and what the tables say about it.
+    """A named method: the maker of its Plan, and its facts for tables.
 
-    phase: when it acts. query_aware: whether what it keeps depends on the end of the prompt. example: what `make` must
-    be given to make a plan at all. derive: gives the parameters that depend on the model, from its Fingerprint and the
-    digits per token of its tokenizer, where neither caller nor profile does. part: arrays of a profile that the method
-    cannot do without, "heads" or "q_filters".
-    kind: the class that was registered, None for a function. parent: the method whose class this one derives from;
-    `inherited` parameters, which the class does not declare anew, come with the model as the parent's do.
+    phase: when it acts. query_aware: whether its choice depends on the end of the prompt. example: arguments that
+    `make` needs at least. derive: returns model-dependent parameters, from the Fingerprint and the tokenizer's digits
+    per token, below caller and profile. part: required arrays of a profile, "heads" or "q_filters". kind: the
+    registered class, None for a function. parent: the method of the base class; `inherited` parameters, which the class
+    does not redeclare, are filled in as the parent's are.
     """
 
     name: str
@@ -59,7 +58,7 @@ class MethodInfo:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Parameter names and their defaults, options that all evictors share and `profile` included."""
+        """Parameter names and their defaults, including options shared by all evictors, and `profile`."""
         own = {name: each.default for name, each in inspect.signature(self.make).parameters.items()}
         profile = {"profile": None} if _CALIBRATED.intersection(own) and "profile" not in own else {}
         paper = {"paper": False} if self.part is None and (self.adapts or self.name in PAPER) else {}
@@ -68,7 +67,7 @@ class MethodInfo:
 
     @property
     def takes_floor(self) -> bool:
-        """True for a method that takes shares, as budgets or beside them."""
+        """True for a method with shares, as budgets or besides them."""
         made = self.make(**self.example)
         return "floor" in inspect.signature(self.make).parameters or any(
             True for role in made.roles for _ in budgets_of(vars(made)[role])
@@ -76,23 +75,23 @@ class MethodInfo:
 
     @property
     def adapts(self) -> bool:
-        """True when parameters that are not given are taken from the model that the plan is attached to."""
+        """True if unset parameters are filled in from the model."""
         own = inspect.signature(self.make).parameters
         return bool(self.part is not None or self.derive or "base" in own or _CALIBRATED.intersection(own))
 
     @property
     def takes_profile(self) -> bool:
-        """True for a method that reads a profile itself; others get parameters from one."""
+        """True for a method that reads a profile directly; others get parameters from one."""
         return "profile" in inspect.signature(self.make).parameters
 
     @property
     def shared_options(self) -> dict[str, Any]:
-        """Options of the plan's evictor and reader that need not be named in the function that makes the plan."""
+        """Options of the plan's evictor and reader that the function for the plan need not list."""
         made, taken = self.make(**self.example), inspect.signature(self.make).parameters
         return {name: each for name, each in shared_options(made.evict, made.read).items() if name not in taken}
 
     def of_parent(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those of the parent's parameters that this method inherits; all of them without a parent."""
+        """Return the parent's parameters that this method inherits; all of them without a parent."""
         return {name: value for name, value in values.items() if self.parent is None or name in self.inherited}
 
     @property
@@ -107,31 +106,31 @@ class MethodInfo:
 
     @property
     def is_codec(self) -> bool:
-        """True for a method that only says how entries are stored, which ``codec=`` of any other takes."""
+        """True for a method that is only a codec, usable as ``codec=`` of others."""
         return self.roles == ("codec",)
 
     @property
     def is_prefill(self) -> bool:
-        """True for a method that only reads prompts sparsely, which ``prefill=`` of any other takes."""
+        """True for a method that is only a sparse prefill, usable as ``prefill=`` of others."""
         return self.roles == ("prefill",)
 
 
 _METHODS: dict[str, MethodInfo] = {}
-# Parameters that calibration finds for a model: a method with one of them also takes `profile`.
+# Parameters that calibration finds: a method with one of them also takes `profile`.
 _CALIBRATED = frozenset({"tsp_layer", "window", "kernel", "pooling", "tau"})
 
-# Fields of evictors and readers that every method with such a one takes as parameters.
+# Fields of evictors and readers that are parameters of every method with one.
 _SHARED = ("skip_layers", "every", "newest", "sparse_questions")
 
 
 def shared_options(*parts: Role | None) -> dict[str, Any]:
-    """Options that every evictor or reader with such a field has, and what they are set to in these."""
+    """Return the options common to all evictors or readers, with their values in these roles."""
     fields = [(part, {each.name for each in dataclasses.fields(part)}) for part in parts if part is not None]  # type: ignore[arg-type]
     return {name: vars(part)[name] for part, names in fields for name in _SHARED if name in names}
 
 
 class Parameters(ABC):
-    """A dataclass of a method's parameters, for a plan of several roles that takes many."""
+    """Dataclass of a method's parameters, for a plan of several roles with many."""
 
     @abstractmethod
     def plan(self) -> Plan:
@@ -163,17 +162,17 @@ def register_method(
     they are many, is for a plan of several roles, or for other parameters.
 
     Args:
-        name: the method's name, of which case, hyphens and underscores do not matter.
-        title: name as the paper writes it.
-        paper: where it is described, e.g. "arXiv 2404.14469".
+        name: the method's name; case, hyphens and underscores do not matter.
+        title: name in the paper.
+        paper: its source, e.g. "arXiv 2404.14469".
         phase: when it acts, e.g. "end of prompt".
-        query_aware: what it keeps depends on the end of the prompt.
+        query_aware: its choice depends on the end of the prompt.
         summary: a line for tables. Default: the first line of the docstring.
         budget: default of the parameter `budget`, of a class whose field has none.
         rarely: `example`, `derive` and `part`; see MethodInfo.
 
     Raises:
-        PlanError: the name is taken, or what is decorated is no dataclass of one role.
+        PlanError: the name is taken, or the class is no dataclass of one role.
     """
 
     def add(made: Made) -> Made:
@@ -202,7 +201,7 @@ def register_method(
 
 
 def _maker(kind: type[Any], budget: Budget | str | float | None) -> Callable[..., Plan]:
-    """Return a function that takes the fields of a role's class, or of Parameters, and makes the plan."""
+    """Return a function from the fields of a role's class, or of Parameters, to the plan."""
     role = next((role for role, base in ROLES.items() if issubclass(kind, base)), None)
     if (role is None and not issubclass(kind, Parameters)) or "__dataclass_fields__" not in vars(kind):
         raise PlanError(
@@ -229,12 +228,12 @@ def _maker(kind: type[Any], budget: Budget | str | float | None) -> Callable[...
 
 
 def method_of(kind: type[Any]) -> MethodInfo | None:
-    """Return the method that a class was registered as; None for another class."""
+    """Return the method that a class was registered as, or None."""
     return next((info for info in _METHODS.values() if info.kind is kind), None)
 
 
 def _lineage(kind: type[Any], about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `kind`, and `parent` and `inherited` of a class that does not say itself what comes with the model."""
+    """Return `kind`, and `parent` and `inherited` of a class without its own model-dependent parameters."""
     says = kind.__module__.startswith(BUILT_IN) or "derive" in about or "part" in about
     for base in () if says else kind.__mro__[1:]:
         info = method_of(base)
@@ -246,13 +245,13 @@ def _lineage(kind: type[Any], about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_methods() -> list[str]:
-    """Names of all methods, in alphabetical order after "full"."""
+    """Return the names of all methods, in alphabetical order after "full"."""
     load_methods()
     return sorted((info.name for info in _METHODS.values()), key=lambda name: (name != "full", name))
 
 
 def method_info(name: str) -> MethodInfo:
-    """Everything known about a method. Raises PlanError with a suggestion when there is none of that name."""
+    """Return the facts of a method. Raises PlanError with a suggestion for an unknown name."""
     if not isinstance(name, str):
         raise PlanError(f"expected a method's name, such as 'snapkv', got {short(name)}")
     load_methods()
@@ -263,13 +262,13 @@ def method_info(name: str) -> MethodInfo:
 
 
 def check_parameters(info: MethodInfo, given: Mapping[str, Any]) -> None:
-    """Raise PlanError with a suggestion for a parameter the method does not have, or one of another kind."""
+    """Raise PlanError with a suggestion for an unknown parameter, or a wrong kind of value."""
     check_names(info.name, info.parameters, given)
     check_kinds(info.name, info.make, given)
 
 
 def check_complete(info: MethodInfo, given: Mapping[str, Any]) -> None:
-    """Raise PlanError for a parameter that the method cannot do without and that is not given."""
+    """Raise PlanError for a missing required parameter."""
     for name, default in info.parameters.items():
         if default is inspect.Parameter.empty and name not in given:
             example = ", ".join(f"{each}={value!r}" for each, value in info.example.items())

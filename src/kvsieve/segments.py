@@ -1,7 +1,7 @@
-"""Spans of a prompt's tokens: what is protected, what has a quota, and where a chat's messages stand.
+"""Spans of a prompt's tokens: protected ones, those with a quota, and a chat's messages.
 
-A span ``(start, end)`` is half-open and counts the true tokens of a row from its first one, padding excluded, so that
-it means the same tokens alone and in a padded batch.
+A span ``(start, end)`` is half-open and counts a row's tokens without padding, so that it is the same alone and in a
+padded batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Span = tuple[int, int]
 
 
 def token_numbers(mask: Tensor | None, batch: int, length: int) -> Tensor:
-    """Number the true tokens of each row.
+    """Number each row's tokens.
 
     Args:
         mask: [B, N], 0 for padding; None for no padding.
@@ -38,7 +38,7 @@ def token_numbers(mask: Tensor | None, batch: int, length: int) -> Tensor:
 
 
 def protected_columns(protect: Sequence[Any], numbers: Tensor) -> Tensor:
-    """Mark the tokens that `protect` covers.
+    """Mark protected tokens.
 
     Args:
         protect: a list of spans, or one such list per row.
@@ -48,7 +48,7 @@ def protected_columns(protect: Sequence[Any], numbers: Tensor) -> Tensor:
         bool [B, N].
 
     Raises:
-        InputError: a span lies outside the prompt.
+        InputError: a span is outside the prompt.
     """
     out = torch.zeros_like(numbers, dtype=torch.bool)
     for row, spans in enumerate(_per_row(protect, len(numbers), _is_span, "protect", "[(0, 40), (100, 120)]")):
@@ -65,10 +65,10 @@ def quota_columns(quotas: Sequence[Any], numbers: Tensor) -> tuple[Tensor, Tenso
         numbers: see `token_numbers`.
 
     Returns:
-        Segment of each token, int32 [B, N], from 1 on and 0 for none; entries that each must keep, int64 [B, S].
+        Segment of each token, int32 [B, N], from 1 and 0 for none; entries that each must keep, int64 [B, S].
 
     Raises:
-        InputError: a span lies outside the prompt or overlaps another, or a quota asks for more than its tokens.
+        InputError: a span is outside the prompt or overlaps another, or a quota exceeds its tokens.
     """
     rows = _per_row(quotas, len(numbers), _is_quota, "quotas", "[((0, 40), 10), ((40, 90), '20%')]")
     segments = torch.zeros_like(numbers, dtype=torch.int32)
@@ -102,22 +102,21 @@ def role_spans(
 ) -> tuple[Tensor, list[Span]]:
     """Render a chat and find the spans of its messages of some roles, for ``protect=``.
 
-    A message's span is all that the tokenizer's chat template writes for it, its header and end included.
+    A message's span includes the header and end that the tokenizer's chat template writes.
 
     Args:
         tokenizer: a tokenizer with a chat template.
         messages: the chat, ``[{"role": "user", "content": "hi"}, ...]``.
         roles: roles of the wanted messages. Default: ``("system",)``.
-        add_generation_prompt: write what precedes an answer. Default True.
-        parse_special: read control tokens that a message's text spells, such as ``<|im_end|>``, as what they spell.
-            Default False: they are text.
+        add_generation_prompt: write the header of an answer. Default True.
+        parse_special: treat ``<|im_end|>`` and the like in messages as control tokens. Default False: they are text.
 
     Returns:
         The chat's token ids, int64 [1, N], and the spans.
 
     Raises:
         InputError: there is no template or no such message, or a message's tokens cannot be split from the next: the
-            template refuses or rewrites the conversation up to there, or a token reaches across.
+            template refuses or rewrites the conversation so far, or a token spans both.
     """
     if isinstance(roles, str):
         roles = (roles,)
@@ -135,7 +134,7 @@ def role_spans(
     ids = token_ids(tokenizer, whole)
 
     def end_of(count: int) -> int:
-        """Tokens of the first `count` messages."""
+        """Return the tokens of the first `count` messages."""
         if count == 0:
             return 0
         text = _render(tokenizer, messages[:count], False, parse_special)
@@ -172,7 +171,7 @@ def _inside(span: Span, numbers: Tensor, row: int, name: str) -> Tensor:
 
 
 def _per_row(given: Any, batch: int, is_one: Callable[[Any], bool], name: str, example: str) -> list[list[Any]]:
-    """A list for each row, whether one was given for all or one per row."""
+    """Return a list for each row, from one for all or one per row."""
     if isinstance(given, (list, tuple)):
         if all(is_one(each) for each in given):
             return [list(given)] * batch

@@ -1,4 +1,4 @@
-"""Plans of named methods: parameters as given, from a profile, from the model, or as in the paper."""
+"""Parameters of named methods: given, from a profile, from the model, or from the paper."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def settled(plan: Plan, model: Any, tokenizer: Any) -> Plan:
 
 
 def plan_of(info: MethodInfo, given: Mapping[str, Any]) -> Plan:
-    """The plan of a method, with its own defaults for what was not given and is not in a profile that was."""
+    """Return the plan of a method with its own defaults for parameters neither given nor in a given profile."""
     parameters, profile = profiled(info, given)
     check_complete(info, parameters)
     shared = {name: parameters.pop(name) for name in info.shared_options if name in parameters}
@@ -63,10 +63,10 @@ def plan_of(info: MethodInfo, given: Mapping[str, Any]) -> Plan:
 
 
 def settled_role(role: Role, model: Any, tokenizer: Any = None) -> Plan:
-    """Return the plan of a role object, whose fields at their default come with the model, as those of its name do.
+    """Return the plan of a role object, with fields at their default filled in as those of a named plan.
 
-    Its class is a registered one or derives from one; fields that it declares anew keep their own defaults. A role
-    object in a Plan is run as it is instead.
+    Its class is a registered one or derives from one; fields that it redeclares keep their own defaults. A role object
+    in a Plan, in contrast, is used unchanged.
     """
     (place,) = (name for name, base in ROLES.items() if name != "rest" and isinstance(role, base))
     made: dict[str, Any] = {place: role}
@@ -87,9 +87,9 @@ def settled_role(role: Role, model: Any, tokenizer: Any = None) -> Plan:
 
 
 def all_parameters(method: str, given: Mapping[str, Any], filled: SettledParameters | None = None) -> dict[str, Any]:
-    """Every parameter of `plan(method, **given)`, JSON-ready: given, from its profile, or its default.
+    """Return every parameter of `plan(method, **given)`, JSON-ready: given, from its profile, or its default.
 
-    filled: of the plan once it was attached (`sieve.plan.filled`), what came with the model.
+    filled: parameters filled in by attaching (`sieve.plan.filled`).
     """
     info = method_info(method)
     came = {} if filled is None else filled.values
@@ -108,7 +108,8 @@ def all_parameters(method: str, given: Mapping[str, Any], filled: SettledParamet
 def label_parameters(method: str, given: Mapping[str, Any], filled: SettledParameters | None) -> dict[str, Any]:
     """Return the parameters that label a method's results: the given ones, and those from the model.
 
-    What is as the method's own default is left out (so are ``paper=True`` and ``floor=0``): a name alone means those.
+    Values equal to the method's default are omitted, as are ``paper=True`` and ``floor=0``: they are implied by the
+    name.
     """
     info = method_info(method)
     paper = as_in_paper(info, given) if given.get("paper") else {}
@@ -125,7 +126,7 @@ def label_parameters(method: str, given: Mapping[str, Any], filled: SettledParam
 
 
 def as_in_paper(info: MethodInfo, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``paper=True`` sets, or what was given in its place; ``base.kernel`` is that of a wrapper's base."""
+    """Return the parameters of ``paper=True``, or those given instead; ``base.kernel`` is that of a wrapper's base."""
     own = {name: given.get(name, value) for name, value in _paper(info).items()}
     base = {**info.parameters, **given}.get("base")
     inner = _paper(method_info(base)) if isinstance(base, str) else {}
@@ -133,12 +134,12 @@ def as_in_paper(info: MethodInfo, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _paper(info: MethodInfo) -> dict[str, Any]:
-    """Return what a method's paper ran, or that of the method whose class it derives from."""
+    """Return a method's paper's parameters, or those of its base class's method."""
     return info.of_parent(PAPER.get(info.parent or info.name, {}))
 
 
 def _on_model(info: MethodInfo, given: Mapping[str, Any], model: Fingerprint, digits: int) -> Plan:
-    """The plan of a method whose parameters are given, or come with a model; see Plan.for_model."""
+    """Return the plan of a method with parameters given or filled in from a model; see Plan.for_model."""
     origin = info if info.parent is None else method_info(info.parent)
     derived = info.of_parent(origin.derive(model, digits)) if origin.derive is not None else {}
     paper = info.of_parent(published(origin.name, model)) if origin.derive is not None else {}
@@ -152,7 +153,7 @@ def _on_model(info: MethodInfo, given: Mapping[str, Any], model: Fingerprint, di
     tokens = Budget.parse(given["budget"]).tokens if given.get("budget") is not None else None
     for values in (derived, paper, measured):
         if tokens is not None and "window" in values:
-            # A budget of few entries should not be the window's alone.
+            # A small budget should not be used up by the window.
             values["window"] = max(1, min(values["window"], tokens // 2))
     parts = []
     try:
@@ -184,9 +185,9 @@ def _on_model(info: MethodInfo, given: Mapping[str, Any], model: Fingerprint, di
 
 
 def _profile_for(info: MethodInfo, model: Fingerprint) -> tuple[str, Profile | None]:
-    """The first profile of such a model that holds something for the method, and what to call it.
+    """Return the first profile of such a model that has parameters for the method, and its name.
 
-    Raises PlanError where there is none for a method that needs one.
+    Raises PlanError if a method needs one and there is none.
     """
     for where, profile in profiles_of(model):
         if held_parameters(info, profile) is not None if info.part is None else getattr(profile, info.part) is not None:
@@ -200,14 +201,14 @@ def _profile_for(info: MethodInfo, model: Fingerprint) -> tuple[str, Profile | N
 
 
 def held_parameters(info: MethodInfo, profile: Profile) -> dict[str, Any] | None:
-    """Return what a profile holds for a method, or else for the one whose class it derives from; None for neither."""
+    """Return a profile's parameters for a method, else for its base class's method, else None."""
     if info.name not in profile.parameters and info.parent is not None and info.parent in profile.parameters:
         return info.of_parent(profile.parameters[info.parent])
     return dict(profile.parameters[info.name]) if info.name in profile.parameters else None
 
 
 def profiled(info: MethodInfo, given: Mapping[str, Any]) -> tuple[dict[str, Any], Profile | None]:
-    """Parameters to call the method with, a profile's among them, and the profile."""
+    """Return the parameters of a call, including a profile's, and the profile."""
     parameters = dict(given)
     source = parameters.pop("profile", None)
     if source is None:

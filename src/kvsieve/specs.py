@@ -1,7 +1,7 @@
-"""Methods and codecs as they are written: ``snapkv:kernel=21:window=16``, with a comma between several.
+"""Methods and codecs in text form: ``snapkv:kernel=21:window=16``, separated by commas.
 
-A colon or a semicolon stands before each parameter; a shell ends a command at a semicolon that is not quoted. A colon
-that no ``name=`` follows belongs to the value, such as a file's name.
+A colon or a semicolon precedes each parameter; shells need quotes around a semicolon. A colon that no ``name=`` follows
+belongs to the value, such as a file's name.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _PARAMETER = re.compile(r";|:(?=\s*[A-Za-z_][\w-]*\s*=)")
 
 
 def split_specs(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Names and parameters of a list like ``full,snapkv:kernel=21:window=16``; names need not be our methods'.
+    """Return names and parameters of a list like ``full,snapkv:kernel=21:window=16``; names may be unknown ones.
 
-    Raises PlanError for a parameter that is not written so.
+    Raises PlanError for a malformed parameter.
     """
     specs = []
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -27,7 +27,7 @@ def split_specs(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
-    """Parameters of texts ``name=value``. Raises PlanError for one that is not written so."""
+    """Return the parameters of texts ``name=value``. Raises PlanError for a malformed one."""
     given: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

@@ -1,4 +1,4 @@
-"""Errors about wrong names of methods and parameters, with what may have been meant."""
+"""Errors about wrong names of methods and parameters, with suggestions."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from kvsieve.errors import PlanError, short
 
 
 def unknown_method(name: str, known: list[str]) -> PlanError:
-    """Return the error for a name that is none of the methods known."""
+    """Return the error for an unknown method's name."""
     return PlanError(f"unknown method {short(name)}{did_you_mean(name, known)}")
 
 
 def role_error(name: str, role: str, known: list[str]) -> PlanError:
-    """Return the error for a method that is not one of the role's own, which are `known`."""
+    """Return the error for a method without the role; `known` are those with it."""
     return PlanError(f"{name} is no {role}; {role}s are {', '.join(known)}")
 
 
 def check_names(owner: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise PlanError with a suggestion for a parameter that is not among those known of the method `owner`."""
+    """Raise PlanError with a suggestion for a parameter unknown to the method `owner`."""
     for name, value in given.items():
         if name == "compression_ratio" and "budget" in known:
             share = isinstance(value, float) and 0 <= value < 1
@@ -34,7 +34,7 @@ def check_names(owner: str, known: Mapping[str, Any], given: Mapping[str, Any]) 
 
 
 def did_you_mean(name: str, known: list[str], lead: str | None = "known are") -> str:
-    """Return the end of a message about a wrong name: the nearest of those known, and all after `lead`, if any."""
+    """Return the end of a message about a wrong name: the closest known one, and all after `lead`, if any."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     suggestion = f"; did you mean {close[0]!r}?" if close else ""
     if lead is None:

@@ -1,20 +1,20 @@
-"""Making text from elsewhere fit to be shown: answers, names of files, what a file's header says."""
+"""Escaping of foreign text for display: answers, names of files, headers of files."""
 
 from __future__ import annotations
 
 import re
 
-# All that moves a terminal's cursor, changes its state or the order of what it shows, or cannot be written as UTF-8.
+# Characters that move a terminal's cursor, change its state or text order, or cannot be written as UTF-8.
 _ORDERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-# What Markdown reads as more than a sign; an underscore within a word is only that.
+# Characters with a meaning in Markdown; an underscore within a word has none.
 _MARKS = re.compile(r"[\\`*\[\]<>|~#&$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
 _LONGEST, _HEAD, _TAIL = 1200, 800, 300
 
 
 def printable(text: str) -> str:
-    r"""Write a text's control characters out (``\x1b``), so that it gives a terminal no orders.
+    r"""Escape a text's control characters (``\x1b``), so that they do not control a terminal.
 
-    Carriage returns are left out; newlines and tabs stay.
+    Carriage returns are removed; newlines and tabs stay.
     """
     return _ORDERS.sub(_written, text)
 
@@ -33,11 +33,11 @@ def shortened(text: str) -> str:
 
 
 class Markdown(str):
-    """Text that is Markdown already; see `markdown_text`."""
+    """Text in Markdown; see `markdown_text`."""
 
 
 def markdown_text(text: str) -> str:
-    """Escape a text as one line of Markdown, for a table's cell too: it shows as it is written."""
+    """Escape a text as one line of Markdown, also for a table's cell."""
     if isinstance(text, Markdown):
         return text
     return _MARKS.sub(r"\\\g<0>", " ".join(printable(text).split("\n")).replace("\t", " "))

@@ -1,4 +1,4 @@
-"""Bytes that decoding reads of what a cache holds, layers that no plan reduces included."""
+"""Bytes of the cache that decode reads, including layers that no plan reduces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvsieve.hf.generate.stats import Stats
 
 
 def read_bytes(stats: Stats, cache: SieveCache) -> int:
-    """Bytes that a token of all rows reads on average: what was touched, sliding windows and recurrent states."""
+    """Return the mean bytes that a token of all rows reads: entries, sliding windows and recurrent states."""
     own = 0
     for layer in cache.all_layers:
         if isinstance(layer, WindowLayer) and layer.keys is not None and layer.values is not None:

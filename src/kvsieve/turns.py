@@ -1,4 +1,4 @@
-"""Turns of a conversation as text and tokens: what the chat template writes, and what ends an answer."""
+"""Turns of a conversation as text and tokens: output of the chat template, and ends of answers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvsieve.forms import CallArguments, forms, shows
 Message = dict[str, str]
 
 _MARK = "kvsieve-mark-of-the-answer"
-# What stands for a control token that is text, between them its number; they are private to Unicode's users.
+# Brackets around the number of a control token that is text, from Unicode's private use area.
 _OPEN, _CLOSE = "\ue000", "\ue001"
 
 
 def check_characters(name: str, text: str) -> None:
-    """Raise InputError for a text with halves of characters (surrogates), which no tokenizer can read."""
+    """Raise InputError for a text with surrogates, which no tokenizer can read."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -39,11 +39,11 @@ def render(
 
     Args:
         tokenizer: a tokenizer with a chat template.
-        messages: the chat, in any form; a template that takes another one gets that (kvsieve.forms).
-        ask: write what precedes an answer. Default True.
-        parse_special: read control tokens that a message's text spells as what they spell. Default False: they are
-            text, and stand-ins take their place here.
-        tools: functions that the model may call, as its template takes them. Default None: none.
+        messages: the chat, in any form; kvsieve.forms converts it to the template's.
+        ask: write the header of an answer. Default True.
+        parse_special: treat control tokens spelled in messages as such. Default False: they are text, and are replaced
+            by stand-ins here.
+        tools: functions that the model may call, in the template's form. Default None: none.
 
     Raises:
         InputError: the template refuses the chat.
@@ -57,20 +57,20 @@ def render(
     for form in forms(messages):
         try:
             text = str(tokenizer.apply_chat_template(form, add_generation_prompt=ask, tokenize=False, **more))
-        except Exception as error:  # templates raise what they like, for example when they know no system role
+        except Exception as error:  # templates may raise anything, for example if they have no system role
             failed.append(error)
             continue
         if shows(text, form):
             return text
         made.append(text)
     if made:
-        # Some leave out or rewrite what a user says; whoever needs it finds that out.
+        # Some omit or rewrite a user's text; callers that depend on it check.
         return made[0]
     raise InputError(f"the model's chat template refuses the prompt: {failed[0]}") from failed[0]
 
 
 def _all_escaped(tokenizer: Any, part: Any) -> Any:
-    """Escape all texts of a message or a tool, names of an object's members included."""
+    """Escape all texts of a message or a tool, including names of an object's members."""
     if isinstance(part, str):
         return escaped(tokenizer, part)
     if isinstance(part, CallArguments):
@@ -82,13 +82,13 @@ def _all_escaped(tokenizer: Any, part: Any) -> Any:
 
 
 def escaped(tokenizer: Any, text: str) -> str:
-    """Replace the control tokens that a text spells by stand-ins, which `token_ids` takes for text."""
+    """Replace the control tokens spelled in a text by stand-ins, which `token_ids` reads as text."""
     names = [_OPEN, *_controls(tokenizer)]
     return _any_of(names).sub(lambda match: f"{_OPEN}{names.index(match[0])}{_CLOSE}", text)
 
 
 def token_ids(tokenizer: Any, text: str) -> list[int]:
-    """Tokenize a piece of a rendered chat, in which the template has written the special tokens already.
+    """Tokenize a piece of a rendered chat with the template's special tokens.
 
     Raises:
         InputError: a message has a control token that the tokenizer cannot write as text.
@@ -97,7 +97,7 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
         return _ids(tokenizer, text)
     controls = _controls(tokenizer)
     names = [_OPEN, *controls]
-    # Only what lies between two control tokens of the template and holds a stand-in is encoded apart.
+    # Only text between two control tokens of the template with a stand-in is encoded separately.
     parts = re.split(f"({_any_of(list(controls)).pattern})", text) if controls else [text]
     ids, plain = [], ""
     for place, part in enumerate(parts):
@@ -105,7 +105,7 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
             plain += part
             continue
         lead, after = (parts[at] if 0 <= at < len(parts) else None for at in (place - 1, place + 1))
-        # Some control tokens take the white space beside them with them.
+        # Some control tokens absorb adjacent white space.
         if lead is not None and controls[lead].rstrip:
             part = part.lstrip()
         if after is not None and controls[after].lstrip:
@@ -117,7 +117,7 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def prompt_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], parse_special: bool = False) -> list[int]:
-    """Tokenize a chat up to the answer: by the chat template, or, without one, as plain text.
+    """Tokenize a chat up to the answer by the chat template or, without one, as plain text.
 
     Args:
         tokenizer: any tokenizer.
@@ -130,12 +130,12 @@ def prompt_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], parse_spec
 
 
 def plain_ids(tokenizer: Any, text: str, parse_special: bool = False) -> list[int]:
-    """Tokenize a text without chat template, with what the tokenizer puts before and behind any text.
+    """Tokenize a text without chat template, with the tokenizer's own start and end tokens.
 
     Args:
         tokenizer: any tokenizer.
         text: the text.
-        parse_special: read control tokens that it spells as what they spell. Default False: they are text.
+        parse_special: treat control tokens that it spells as such. Default False: they are text.
     """
     check_characters("the text", text)
     hidden = text if parse_special else escaped(tokenizer, text)
@@ -152,15 +152,15 @@ def _ids(tokenizer: Any, text: str, **how: Any) -> list[int]:
 
 
 def _as_text(tokenizer: Any, text: str, lead: str | None) -> list[int]:
-    """Ids of a text that spells control tokens, none of them among the ids. lead: the control token before it."""
+    """Tokenize a text that spells control tokens, without any of them. lead: the control token before it."""
     controls = _controls(tokenizer)
     forbidden = special_ids(tokenizer) - {tokenizer.unk_token_id}
     ids = _ids(tokenizer, text, split_special_tokens=True)
-    # Some tokenizers write a text's beginning in another way than what follows a control token.
+    # Some tokenizers encode the start of a text differently than text after a control token.
     alike = lead is None or _ids(tokenizer, f"{lead}x") == [*_ids(tokenizer, lead), *_ids(tokenizer, "x")]
     if alike and not forbidden.intersection(ids):
         return ids
-    # So do some vocabularies in which control tokens are words as others are: cut within them, nothing spells one.
+    # The same for vocabularies with control tokens as plain words: split inside, no piece spells one.
     ids, begin = [], 0
     spelled = re.finditer(f"(?={_any_of(list(controls)).pattern})", text) if controls else ()
     cuts = [match.start() + 1 for match in spelled]
@@ -175,17 +175,17 @@ def _as_text(tokenizer: Any, text: str, lead: str | None) -> list[int]:
 
 
 def _controls(tokenizer: Any) -> dict[str, Any]:
-    """The tokenizer's special tokens by their text."""
+    """Return the tokenizer's special tokens by their text."""
     return {token.content: token for token in tokenizer.added_tokens_decoder.values() if token.special}
 
 
 def _any_of(names: Sequence[str]) -> re.Pattern[str]:
-    # The longest is found where several begin alike, as tokenizers do.
+    # The longest of several with the same start is found, as in tokenizers.
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """The special token that the template writes behind an answer, whatever the model's config calls its end."""
+    """Return the special token that the template writes after an answer, regardless of the model's config."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
@@ -195,30 +195,29 @@ def end_of_turn(tokenizer: Any) -> int | None:
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """Ids of the tokenizer's special tokens, added ones included."""
+    """Return the ids of the tokenizer's special tokens, including added ones."""
     added = tokenizer.added_tokens_decoder.items()
     return {*tokenizer.all_special_ids, *(token for token, text in added if text.special)}
 
 
 def stop_ids(tokenizer: Any, *stops: Any) -> frozenset[int]:
-    """Tokens that end an answer: the tokenizer's, the template's end of turn, and `stops` (ids, lists of ids, None)."""
+    """Return the tokens that end an answer: the tokenizer's, the template's end of turn, and `stops` (ids or lists)."""
     listed = [each if isinstance(each, (list, tuple)) else [each] for each in stops]
     ends = {tokenizer.eos_token_id, end_of_turn(tokenizer), *(one for each in listed for one in each)}
     return frozenset(end for end in ends if end is not None)
 
 
 class Turns:
-    """Token ids that each turn adds to a conversation: nothing is written twice, no answer is read as text again.
+    """Computes the token ids that each turn adds to a conversation, without tokenizing fed text again.
 
-    A user message may be given in parts: parts of it that were fed already are named by `before`, and with
-    ``open_end=True`` a further part follows.
+    A user message may be given in parts: `before` has the parts already fed, and with ``open_end=True`` another part
+    follows.
 
     Raises:
         InputError: the tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Raises InputError for a tokenizer without chat template."""
         if not getattr(tokenizer, "chat_template", None):
             raise InputError(
                 "the tokenizer has no chat template, so it is not known how the model tells turns apart: use an "
@@ -230,19 +229,18 @@ class Turns:
     def added(
         self, messages: Sequence[Message], text: str, *, before: str | None = None, open_end: bool = False
     ) -> list[int]:
-        """Token ids that a user message adds to a conversation, what precedes the answer included.
+        """Return the token ids that a user message adds to a conversation, including the header of the answer.
 
-        Where an answer comes before, the ids begin with what the template writes behind it, its end of turn included.
+        After an answer, the ids begin with its end of turn.
 
         Args:
-            messages: all that was said before.
+            messages: the conversation before.
             text: the message, or its next part.
-            before: the message's text so far, fed already; `text` goes on with it. Default None: `text` begins the
-                message.
-            open_end: the message is not complete, so only its text and what precedes it are written. Default False.
+            before: the message's text fed so far, which `text` continues. Default None: `text` begins the message.
+            open_end: the message is incomplete, so its end is not written. Default False.
 
         Raises:
-            InputError: the template refuses the conversation, or rewrites what was fed.
+            InputError: the template refuses the conversation, or rewrites fed text.
         """
         said = [*messages]
         mark = _unique(text, before or "", *(message["content"] for message in said))
@@ -267,11 +265,11 @@ class Turns:
         return token_ids(self.tokenizer, rest)
 
     def _check_known(self, known: str, said: list[Message], before: str | None) -> None:
-        """Check that what precedes the mark was fed: up to the last question, or to an open message's text."""
+        """Check that the text before the mark was fed: up to the last question, or to an open message's text."""
         fed = said if before is not None else said[:-1]
         if not fed or (fed == said[:1] and fed[0]["role"] == "system"):
             return
-        # Templates may write an answer's own header in another way once it is given; what was fed stays as it was.
+        # Templates may write the header of a complete answer differently; fed tokens do not change.
         if not known.startswith(render(self.tokenizer, fed, ask=False)):
             raise InputError(
                 "the model's chat template rewrites earlier turns when a new one comes (some move the system prompt "

@@ -1,4 +1,4 @@
-"""Facts handed to methods.
+"""Facts passed to methods.
 
 Shape legend: B batch, Hq query heads, H KV heads, G = Hq // H, L new tokens, N stored entries, K kept entries, D head
 dimension, W observation window.
@@ -78,13 +78,13 @@ class Step:
     Attributes:
         start: tokens of every row fed before this pass, padding included.
         num_new: tokens fed by this pass (L).
-        phase: "prefill" while a turn's prompt is read, "decode" after it.
+        phase: "prefill" or "decode".
         is_last_chunk: False only for the leading chunks of a chunked prefill.
         turn: 0 for the first prompt on a cache, 1 for the next ...
-        turn_start: value of `start` when this turn's prompt began.
-        lengths: true tokens seen so far by each row, this pass included, padding excluded.
-        turn_lengths: true tokens of this turn seen so far by each row.
-        mask: bool [B, columns], False for padding, of all columns fed so far; None while nothing is padding.
+        turn_start: value of `start` at the start of this turn's prompt.
+        lengths: tokens seen so far by each row, including this pass, without padding.
+        turn_lengths: those of this turn.
+        mask: bool [B, columns], False for padding, of all columns fed so far; None without padding.
     """
 
     start: int
@@ -99,7 +99,7 @@ class Step:
 
     @property
     def ends_prompt(self) -> bool:
-        """True in the pass that completes a prompt: the moment post-prompt evictors and propagators act."""
+        """True in the pass that completes a prompt, when post-prompt evictors and propagators act."""
         return self.phase == "prefill" and self.is_last_chunk
 
 
@@ -109,10 +109,9 @@ class When:
 
     Attributes:
         chunks: also after each earlier chunk of a chunked prefill. Default False.
-        steps: also while decoding, whenever this many tokens have been generated since it acted last. Default None:
-            never.
-        observes: its `observe` is called in every pass of a prompt, and of the decoding where `steps` is set, before
-            it acts; observing drops nothing. Default False.
+        steps: also during decode, each time this many tokens have been generated. Default None: never.
+        observes: call `observe` in every pass of a prompt, and of decode if `steps` is set, before it acts; observing
+            drops nothing. Default False.
     """
 
     chunks: bool = False
@@ -125,10 +124,10 @@ END_OF_PROMPT = When()
 
 @dataclass(frozen=True)
 class Quotas:
-    """Parts of the prompt of which a number of entries must stay, per layer and head.
+    """Parts of the prompt that must keep a number of entries, per layer and head.
 
     Attributes:
-        segment: int32 [B, H, N], part of each entry, from 1 on; 0 for none.
+        segment: int32 [B, H, N], part of each entry, from 1; 0 for none.
         counts: int64 [B, S], entries of each part that must stay.
     """
 
@@ -137,11 +136,11 @@ class Quotas:
 
 
 class Ranks:
-    """Processes that share the heads of every layer, under tensor parallelism; this class is one that is alone.
+    """Processes that share the heads of every layer, under tensor parallelism; this class is a single process.
 
-    Of `size` processes the one of `rank` has the rank-th part of the query heads and of the KV heads, in order. Methods
-    that return a tensor or counts are called on all processes alike, equally often and in the same order, and give the
-    same on all, bit for bit.
+    Process `rank` of `size` has the rank-th part of the query heads and of the KV heads, in order. Methods that return
+    a tensor or counts are called on all processes equally often and in the same order, and return bit-identical results
+    on all.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -149,26 +148,26 @@ class Ranks:
         self.size = size
 
     def check_heads(self, query_heads: int) -> None:
-        """Raise UnsupportedModelError unless a layer that shows so many query heads is divided by heads."""
+        """Raise UnsupportedModelError unless a layer with `query_heads` query heads is divided by heads."""
 
     def own(self, heads: int) -> slice:
-        """Slice of this rank's heads among `heads`, all there are."""
+        """Return the slice of this rank's heads among all `heads`."""
         each = heads // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def mean(self, part: Tensor) -> Tensor:
-        """Mean over the ranks of a tensor of the same shape on all."""
+        """Average over the ranks a tensor of the same shape on all."""
         return part
 
     def gather(self, scores: Tensor) -> Tensor:
         """Gather scores [B, X, N] of this rank's heads to [B, X * size, M] of all.
 
-        M is the largest N of all ranks; where there are fewer, -inf comes first.
+        M is the largest N of all ranks; shorter ones get -inf on the left.
         """
         return scores
 
     def most(self, counts: tuple[int, ...]) -> tuple[int, ...]:
-        """Largest count of all ranks, for each row."""
+        """Return the largest count of all ranks, for each row."""
         return counts
 
 
@@ -176,15 +175,15 @@ ALONE = Ranks()
 
 
 class ModelFacts(Protocol):
-    """Facts of the model that some methods need beyond queries, keys and values; computed when first asked for.
+    """Facts of the model that some methods need besides queries, keys and values; computed on demand.
 
-    Both methods raise UnsupportedModelError, with the reason, where the model does not give the fact.
+    Both methods raise UnsupportedModelError, with the reason, if the model lacks the fact.
     """
 
     def output_weight(self, layer_idx: int) -> Tensor:
-        """View of the attention's output projection: what each query head's D channels become of C.
+        """Return a view of the attention's output projection, from each query head's D channels to C.
 
-        In the model's dtype. Gates and norms between attention and projection, which a few models have, are left out.
+        In the model's dtype, without the gates and norms that a few models have before the projection.
 
         Returns:
             [Hq, D, C].
@@ -194,7 +193,7 @@ class ModelFacts(Protocol):
     def rotate(self, layer_idx: int, x: Tensor, positions: Tensor, *, inverse: bool = False) -> Tensor:
         """Rotate x as the layer rotates its queries and keys.
 
-        A pure rotation (a factor such as YaRN's is left out), the identity in a layer without positions.
+        A pure rotation (without a factor such as YaRN's), the identity in a layer without positions.
 
         Args:
             layer_idx: index of the layer.
@@ -210,36 +209,36 @@ class ModelFacts(Protocol):
 
 @dataclass
 class LayerContext:
-    """One layer right after its attention, with this pass's keys and values already stored.
+    """One layer right after its attention, with this pass's keys and values stored.
 
     Attributes:
         layer_idx: index of the layer.
         num_layers: layers of the model.
         step: facts of this pass.
         scale: factor of the model's query-key products.
-        query: [B, Hq, L, D], post-RoPE. They belong to the last L of the N stored entries: this pass's queries, or,
-            where an evictor acts while decoding, those of its `window` last tokens. A query is padding where its entry
-            is: rows that brought fewer tokens than the window have padding among their entries then, too.
-        keys: [B, H, N, D], post-RoPE; a view of the store, not to be written to.
-        values: [B, H, N, Dv]; a view of the store, not to be written to.
-        index: int32 [B, H, N], token index of each entry in its row as fed (padding counted), -1 for filler.
-        valid: bool [B, H or 1, N], False for padding and filler; None when every entry is real.
+        query: [B, Hq, L, D], post-RoPE, of the last L of the N stored entries: this pass's queries or, if an evictor
+            acts during decode, those of its `window` last tokens. A query is padding if its entry is, which also
+            happens in rows with fewer tokens than the window.
+        keys: [B, H, N, D], post-RoPE; a read-only view of the store.
+        values: [B, H, N, Dv]; a read-only view of the store.
+        index: int32 [B, H, N], token index of each entry in its row (padding counted), -1 for filler.
+        valid: bool [B, H or 1, N], False for padding and filler; None if there is none.
         stored: real entries of each row, of its fullest head.
         state: scratch of this layer that lives as long as the cache; tensors in it have a row per row of the batch.
-        offered: tokens of this turn that have come to this layer, the last `offered` stored entries: what a propagator
-            chooses from.
+        offered: number of last stored entries that are this turn's tokens in this layer, from which a propagator
+            chooses.
         offered_counts: real ones among the offered, per row.
-        shared: scratch of this pass, the same for all layers; what is put under "report" goes into the statistics.
-        protected: bool [B, H, N], entries that the caller wants kept whatever their score, of a row the same tokens in
+        shared: scratch of this pass, the same for all layers; values under "report" are added to the statistics.
+        protected: bool [B, H, N], entries that must be kept regardless of their score, the same tokens of a row in
             every layer and head; None for none.
-        quotas: parts of which so many entries must stay; None for none.
-        model: facts about the model, for an evictor whose traits name it in `needs` (see roles.Traits).
-        layers: indices of the layers whose entries the plan may reduce, in order; () for all `num_layers`.
-        hidden: [B, L, C], hidden states of this pass's tokens as they enter the layer; only in `observe` of
-            an evictor that names "hidden" in `needs`.
-        output: [B, Hq, L, Dv], what each head's attention made of them; as `hidden`.
-        ranks: the processes that have the other heads, if Hq and H are not all there are; see roles.Traits.heads.
-        softcap: as in AttentionQueries, like `sinks`: [Hq].
+        quotas: parts that must keep a number of entries; None for none.
+        model: facts about the model, for an evictor with traits that list it in `needs` (see roles.Traits).
+        layers: indices of the layers that the plan may reduce, in order; () for all `num_layers`.
+        hidden: [B, L, C], hidden states of this pass's tokens at the layer's input; only in `observe` of an evictor
+            that lists "hidden" in `needs`.
+        output: [B, Hq, L, Dv], each head's attention output; as `hidden`.
+        ranks: the processes with the other heads, if Hq and H are not all there are; see roles.Traits.heads.
+        terms: cap and sinks of the layer's attention, needed to compute weights; None for neither.
     """
 
     layer_idx: int
@@ -276,12 +275,10 @@ class Selection:
     """Entries that stay, as slots of the offered ones.
 
     Attributes:
-        indices: int64, ascending, [B, H, K] per KV head or [B, K] per row. Rows that keep fewer than K carry filler on
-            the left, as left padding does.
-        lengths: real entries of each row (of its fullest head), at the right end; None when all K are real in every
-            row.
-        head_lengths: real entries of each row and head, where heads keep different numbers; then they are stored
-            ragged.
+        indices: int64, ascending, [B, H, K] per KV head or [B, K] per row. Rows that keep fewer than K have filler on
+            the left, like left padding.
+        lengths: real entries of each row (of its fullest head), at the right end; None if all K are real in every row.
+        head_lengths: real entries of each row and head, if heads keep different numbers; they are then stored ragged.
     """
 
     indices: Tensor
@@ -289,7 +286,7 @@ class Selection:
     head_lengths: tuple[tuple[int, ...], ...] | None = None
 
     def real(self) -> Tensor | None:
-        """Mask of the real entries: bool [B, K], or [B, H, K] for a ragged selection; None when there is no filler."""
+        """Mask of the real entries: bool [B, K], or [B, H, K] for a ragged selection; None without filler."""
         counts = self.lengths if self.head_lengths is None else self.head_lengths
         if counts is None:
             return None

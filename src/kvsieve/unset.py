@@ -1,4 +1,4 @@
-"""Records of a named plan's parameters: what was given while others wait for the model, and what came with it."""
+"""Records of a named plan's parameters: those given, and those filled in from the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvsieve.budget import Budget
 
 @dataclass(frozen=True)
 class Unset:
-    """The named method of a plan and the parameters it was given, while others wait for the model; Plan.for_model."""
+    """The named method of a plan and its given parameters, before Plan.for_model fills in the others."""
 
     method: str
     given: Mapping[str, Any] = field(hash=False)
@@ -22,7 +22,7 @@ class Unset:
 
 @dataclass(frozen=True)
 class SettledParameters:
-    """Parameters that were not given and came with the model. parts: of each source, its name and what came from it."""
+    """Parameters filled in from the model. parts: name of each source and its parameters."""
 
     parts: tuple[tuple[str, Mapping[str, Any]], ...]
 
@@ -39,5 +39,5 @@ class SettledParameters:
 
 
 def _lasting(value: Any) -> Any:
-    """A parameter as it comes back from JSON, lists as tuples."""
+    """Return a parameter in its form after JSON, with lists as tuples."""
     return tuple(value) if isinstance(value, list) else str(value) if isinstance(value, Budget) else value
