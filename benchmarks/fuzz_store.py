@@ -35,6 +35,7 @@ from transformers import logging
 
 import kvsieve
 from kvsieve import Plan, methods
+from kvsieve.decoding.asked import AnswerPart, Sampling
 from kvsieve.errors import KvsieveError, PlanError
 from kvsieve.hf import reuse
 from kvsieve.hf.attach import attached
@@ -45,7 +46,7 @@ from kvsieve.registry import list_methods
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.prefixes import ServerPrefixes
 from kvsieve.serve.scheduler import Scheduler
-from kvsieve.serve.ticket import AnswerPart, Order, Sampling
+from kvsieve.serve.ticket import Order
 from kvsieve.store import PrefixStore
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from source_tree import modules
+from source_tree import imports, modules
 
 # Where attention is computed, and chosen how.
 OF_ATTENTION = ("kvsieve.kernels", "kvsieve.core", "kvsieve.attention")
@@ -12,6 +12,14 @@ OF_ATTENTION = ("kvsieve.kernels", "kvsieve.core", "kvsieve.attention")
 ASKING = {"usable", "serves", "faster_here", "faster_for_token", "why_not_compiled", "why_not_kernel", "is_thin"}
 # Functions of the table that may ask them, beside those that say why not.
 ASKED_BY = {"attend", "explain", "measured", "has_kernel", "foresee", "compile", "_is_thin"}
+# Loops that choose tokens by themselves, and why.
+OTHER_LOOPS = {
+    "bench/plain.py": "transformers' own path, the baseline, which another library's interpreter runs without kvsieve",
+    "hf/prompt/draft.py": "a part of reading a prompt: a draft model's tokens ask which of the prompt's matter",
+    "methods/lookahead.py": "a part of reading a prompt: the method's own tokens ask which entries matter",
+}
+CHOOSING = {"argmax", "multinomial"}
+FEEDING = {"model", "feed", "feed_rows", "next_logits", "run"}
 
 
 def outside(*names: str) -> list[tuple[str, ast.Module]]:
@@ -53,3 +61,20 @@ def test_one_policy_goes_on_from_stored_prefixes():
         if isinstance(node, ast.Attribute) and ast.unparse(node) in verbs
     }
     assert users == {"kvsieve.hf.reuse"}
+
+
+def called(node: ast.AST) -> set[str]:
+    """Names of functions and methods that are called within a node."""
+    calls = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
+    return {getattr(each, "attr", getattr(each, "id", "")) for each in calls}
+
+
+def test_tokens_are_decoded_in_one_loop():
+    found = set()
+    for place, tree in modules().values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and called(node) & CHOOSING and called(node) & FEEDING:
+                found.add(place)
+    assert found == set(OTHER_LOOPS)
+    users = {modules()[name][0] for name, known in imports().items() if "kvsieve.decoding.loop" in known}
+    assert users == {"serve/running.py", "serve/workload.py", "eval/evaluator.py", "calibrate/reading.py"}

@@ -41,7 +41,7 @@ STOREYS = (
     ("settled", "tasks"),
     ("named",),
     ("hf", "methods"),
-    ("store",),
+    ("decoding", "store"),
     ("traffic",),
     ("eval",),
     ("kvsieve",),

@@ -227,8 +227,8 @@ def test_completions_of_several_prompts(client, lone):
 
 
 def test_a_conversation_with_tools_is_rendered_and_calls_are_told(tokenizer):
+    from kvsieve.decoding.asked import AnswerPart
     from kvsieve.serve.chat import HeldText
-    from kvsieve.serve.ticket import AnswerPart
     from kvsieve.serve.tools import CallForm, split_calls
 
     text = 'Sure.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'

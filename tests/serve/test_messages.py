@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 import call_templates as templates
+from kvsieve.decoding.asked import AnswerPart
 from kvsieve.errors import InputError
 from kvsieve.models.families import build
 from kvsieve.serve.chat import HeldText
@@ -16,7 +17,6 @@ from kvsieve.serve.messages import template_tool
 from kvsieve.serve.prepare import Preparer, _message
 from kvsieve.serve.run import ServerOptions, application
 from kvsieve.serve.schema import ChatRequest, CompletionRequest
-from kvsieve.serve.ticket import AnswerPart
 from kvsieve.serve.tools import CallForm, form_of, split_calls
 from kvsieve.turns import render
 from served_apps import listening

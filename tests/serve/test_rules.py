@@ -7,6 +7,8 @@ import torch
 from transformers import GenerationConfig
 
 import kvsieve
+from kvsieve.decoding.asked import Sampling
+from kvsieve.decoding.sampling import processors_for
 from kvsieve.errors import UnsupportedOptionError
 from kvsieve.hf.attach import attached
 from kvsieve.hf.generate.config import FROM_HUB, REFUSED
@@ -15,10 +17,10 @@ from kvsieve.plans import Plan
 from kvsieve.serve.allowed import AllowedPlans
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.prepare import Preparer
-from kvsieve.serve.sampling import check_generation_config, processors_for
+from kvsieve.serve.sampling import check_generation_config
 from kvsieve.serve.scheduler import Scheduler
 from kvsieve.serve.schema import CompletionRequest
-from kvsieve.serve.ticket import Order, Sampling, Summary
+from kvsieve.serve.ticket import Summary
 from orders import Heard, prompt
 from toy_words import word_tokenizer
 
@@ -103,6 +105,10 @@ def generated(model, **options) -> list[int]:
     return made[:-1] if made[-1] in ends else made
 
 
+def processors(model, rules) -> list[str]:
+    return [type(each).__name__ for each in processors_for(model, torch.tensor(IDS), rules, 8, ())]
+
+
 def test_every_attribute_of_a_configuration_is_known():
     listed = [{*OBEYED}, ALSO_OBEYED, STOPS_AT_START, WITHOUT_EFFECT]
     assert vars(GenerationConfig()).keys() <= set.union(*listed)
@@ -127,16 +133,18 @@ def test_what_a_request_says_goes_before_it(model):
     assert served(model, repetition_penalty=1.0, max_tokens=8) == generated(model, repetition_penalty=1.0)
     model.generation_config.min_p = 0.3
     model.generation_config.update(top_k=7, top_p=0.4)
-    sampling = Sampling(temperature=0.5, top_k=0, min_p=0.0)
-    names = [type(each).__name__ for each in processors_for(model, Order(IDS, Plan(), 8, sampling))]
-    assert names == ["RepetitionPenaltyLogitsProcessor", "TemperatureLogitsWarper", "TopPLogitsWarper"]
-    names = [type(each).__name__ for each in processors_for(model, Order(IDS, Plan(), 8, Sampling(temperature=0.5)))]
-    assert names[2:] == ["TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper"]
+    cold = Sampling(temperature=0.5, top_k=0, min_p=0.0)
+    assert processors(model, cold) == [
+        "RepetitionPenaltyLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "TopPLogitsWarper",
+    ]
+    warped = ["TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper"]
+    assert processors(model, Sampling(temperature=0.5))[2:] == warped
     # Nothing of sampling where none is asked for, and transformers' own defaults are no wish of anybody.
-    assert len(processors_for(model, Order(IDS, Plan(), 8))) == 1
+    assert len(processors(model, Sampling())) == 1
     model.generation_config = GenerationConfig()
-    names = [type(each).__name__ for each in processors_for(model, Order(IDS, Plan(), 8, sampling))]
-    assert names == ["TemperatureLogitsWarper"]
+    assert processors(model, cold) == ["TemperatureLogitsWarper"]
 
 
 def test_ignoring_the_end_ignores_what_is_said_of_it(model):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kvsieve
+from kvsieve.decoding.asked import Sampling
 from kvsieve.errors import InputError, PlanError
 from kvsieve.hf.attach import attached
 from kvsieve.hf.runtime import AttachedModel
@@ -17,7 +18,7 @@ from kvsieve.plans import Plan
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.queue import FairQueue
 from kvsieve.serve.scheduler import Scheduler
-from kvsieve.serve.ticket import BusyError, Order, Sampling, Summary, Ticket, TooLargeError
+from kvsieve.serve.ticket import BusyError, Order, Summary, Ticket, TooLargeError
 from orders import TIMEOUT, ask, prompt
 from small import plan_of
 from toy_words import word_tokenizer

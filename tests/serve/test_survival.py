@@ -10,17 +10,18 @@ import pytest
 import torch
 
 import kvsieve
+from kvsieve.decoding import loop
+from kvsieve.decoding.asked import Sampling
 from kvsieve.hf.attach import attached
 from kvsieve.hf.rows import feed_rows
 from kvsieve.models.families import build
 from kvsieve.plans import Plan
-from kvsieve.serve import workload
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.plan_sieves import PlanSieves, plan_key
 from kvsieve.serve.prefixes import Prefixes
 from kvsieve.serve.run import ServerOptions, application
 from kvsieve.serve.scheduler import Scheduler
-from kvsieve.serve.ticket import ClosingError, Sampling, StoppedError, Summary
+from kvsieve.serve.ticket import ClosingError, StoppedError, Summary
 from orders import ask, prompt
 from served_apps import listening
 from small import plan_of
@@ -235,16 +236,16 @@ def of_four(scheduler, sieve, monkeypatch, fails):
     right, one, failed = scheduler(), scheduler(), []
     right.start()
     wanted = [ask(right, prompt(n, 40), plan, 30, ignore_eos=True)[0].ids() for n, plan in enumerate(plans)]
-    whole = workload.next_logits
+    whole = loop.feed
 
-    def next_logits(model, part):
-        at_fault = any(running.ticket.order.ids == prompt(1, 40) for running, _ in part)
+    def feed(model, part):
+        at_fault = any(tuple(rows.answers[0].sampler.ids[:40].tolist()) == prompt(1, 40) for rows in part)
         if at_fault and (failed or len(part) == 4):
             failed.append(len(part))
             fails(model, part)
         return whole(model, part)
 
-    monkeypatch.setattr(workload, "next_logits", next_logits)
+    monkeypatch.setattr(loop, "feed", feed)
     heard = [ask(one, prompt(n, 40), plan, 30, ignore_eos=True)[0] for n, plan in enumerate(plans)]
     one.start()
     return wanted, [each.all() for each in heard], failed
@@ -264,7 +265,7 @@ def test_answers_whose_caches_a_failed_pass_has_changed_all_end(scheduler, sieve
     def fails(model, part):
         hook = model.layers[-1].register_forward_pre_hook(lambda *given: 1 / 0)
         try:
-            feed_rows(model, [answer.cache for _, answer in part], torch.tensor([5] * len(part)))
+            feed_rows(model, [rows.cache for rows in part], torch.tensor([5] * len(part)))
         finally:
             hook.remove()
 

@@ -6,7 +6,8 @@ import queue
 
 import torch
 
-from kvsieve.serve.ticket import AnswerPart, Order, Sampling, Summary, Ticket
+from kvsieve.decoding.asked import AnswerPart, Sampling
+from kvsieve.serve.ticket import Order, Summary, Ticket
 
 TIMEOUT = 120
 

@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 
+from kvsieve.decoding.answer import Answer
+from kvsieve.decoding.asked import Sampling
+from kvsieve.decoding.loop import Rows, step
+from kvsieve.decoding.sampling import Sampler
 from kvsieve.hf.attach import attach
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.compat import CACHE
@@ -43,15 +48,16 @@ def greedy(model: Any, cache: SieveCache, logits: Tensor, stops: Collection[int]
 
     logits: [1, V], the next token's.
     """
-    tokens: list[int] = []
-    with attach(model, Plan(name="full")) as sieve, torch.no_grad():
-        cache = sieve.adopt(cache.fork())
-        while True:
-            chosen = logits.argmax(-1)
-            tokens.append(int(chosen))
-            if len(tokens) == limit or (tokens[-1] in stops and len(tokens) > 1):
-                return torch.tensor([tokens])
-            logits = model(input_ids=chosen[:, None], use_cache=True, **{CACHE: cache}).logits[:, -1]
+    sampler = Sampler(Sampling(), torch.empty(0, dtype=torch.int64), LogitsProcessorList())
+    answer = Answer(sampler, (), limit)
+    with attach(model, Plan(name="full")) as sieve:
+        rows = Rows(sieve, sieve.adopt(cache.fork()), [answer])
+        rows.take(logits.cpu())
+        # What follows the first token is compared, so no answer ends with it.
+        answer.ends = stops
+        while rows.going:
+            step(sieve, [rows])
+    return torch.tensor([answer.tokens])
 
 
 def following(model: Any, cache: SieveCache, answer: Tensor) -> Tensor:

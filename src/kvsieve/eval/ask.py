@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsieve.detokenize import Detokenizer
+from kvsieve.decoding.asked import AnswerPart
 from kvsieve.errors import InputError
 from kvsieve.eval.evaluator import Evaluator
 from kvsieve.eval.reading import DocumentReader
@@ -152,7 +152,7 @@ class Asker:
             number: index of the question.
             shown: called with a label and each piece of text as it is generated.
         """
-        evaluator, tokenizer = self._evaluator, self._evaluator.prompter.tokenizer
+        evaluator = self._evaluator
         ids, answers, size = self._ids(question), list[DocumentAnswer](), len(self._shared)
         while ids[:size] != self._shared[:size]:
             size -= 1
@@ -162,29 +162,23 @@ class Asker:
             (state,) = evaluator.documents.after_prompt(
                 list(self.plans.values()), context, asked, self.limit, only=[at]
             )
-            text, times = Detokenizer(tokenizer), list[float]()
 
-            def note(token: int, label: str = label, text: Detokenizer = text, times: list[float] = times) -> None:
-                times.append(time.perf_counter())
-                piece = "" if token in evaluator.prompter.stops else text.add([token])
-                if piece and shown is not None:
-                    shown(label, piece)
+            def tell(part: AnswerPart, label: str = label) -> None:
+                if part.text and shown is not None:
+                    shown(label, part.text)
 
             applied, notes = what_ran(plan, state.cache)
             notes += evaluator.documents.notes(plan)
             kept, _ = entries_after_prompt(state.cache)
             held = state.cache.nbytes()
-            (tokens,) = evaluator.decode(state, self.limit, note)
-            rest = text.end()
-            if rest and shown is not None:
-                shown(label, rest)
-            stops = evaluator.prompter.stops
+            (answer,) = evaluator.decode(state, self.limit, tell)
+            stops, times = evaluator.prompter.stops, answer.times
             answers.append(
                 DocumentAnswer(
                     question=number,
                     method=label,
-                    text=text.text.strip(),
-                    tokens=[token for token in tokens if token not in stops],
+                    text=answer.text.strip(),
+                    tokens=[token for token in answer.tokens if token not in stops],
                     first_token_s=times[0] - began,
                     per_token_s=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
                     kv_bytes=held,

@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
 
+from kvsieve.decoding.answer import Answer, TextAnswer
+from kvsieve.decoding.asked import AnswerPart, Sampling
+from kvsieve.decoding.loop import Rows, step
+from kvsieve.decoding.sampling import Sampler, processors_for
+from kvsieve.detokenize import Detokenizer
 from kvsieve.errors import InputError
 from kvsieve.eval.outcome import Outcome, compared_places, mean
 from kvsieve.eval.own import Methods, TaskOrRows, compared_rows
@@ -18,13 +22,12 @@ from kvsieve.hf.attach import attach
 from kvsieve.hf.cache.batching import can_stack, stack
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import StoreLayer
-from kvsieve.hf.compat import CACHE
 from kvsieve.hf.generate.acted import what_ran
-from kvsieve.hf.generate.config import check_single_answer, config_in_effect, processors_of
+from kvsieve.hf.generate.config import check_single_answer
 from kvsieve.hf.prompt.constraints import PromptConstraints
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
-from kvsieve.hf.prompt.reread import crosses, tokens_before_border
+from kvsieve.hf.prompt.reread import tokens_before_border
 from kvsieve.hf.shared import after_prompt, answer_logits, next_logits, read_alone
 from kvsieve.plans import Plan
 from kvsieve.tasks.prompter import Prompter
@@ -206,7 +209,7 @@ class Evaluator:
         places: list[int] = []
         truth = torch.empty(0)
         for state in states:
-            tokens = self.decode(state, turn.max_new_tokens)
+            tokens = [answer.tokens for answer in self.decode(state, turn.max_new_tokens)]
             used = [self.prompter.answer(row) for row in tokens]
             if not reference:
                 places = compared_places(used[0][1], turn.spread)
@@ -219,53 +222,45 @@ class Evaluator:
                 found[i] = text, (mine.mean().item(), mine[0].item(), agreed.mean().item())
         return found
 
-    def _processors(self, prompt: Tensor, limit: int) -> LogitsProcessorList:
-        """Return the processors of the checkpoint's generation_config, for answers without sampling."""
-        options = {"do_sample": False, "max_new_tokens": limit, "eos_token_id": sorted(self.prompter.stops) or None}
-        check_single_answer(self.model, options)
-        return processors_of(self.model, config_in_effect(self.model, options), prompt)
-
-    def decode(
-        self,
-        state: ReadState,
-        limit: int,
-        on_token: Callable[[int], None] | None = None,
-        processors: LogitsProcessorList | None = None,
-    ) -> list[list[int]]:
-        """Generate greedily, and return the tokens of each row up to the end of the turn; the state stays as it is.
+    def decode(self, state: ReadState, limit: int, tell: Callable[[AnswerPart], None] | None = None) -> list[Answer]:
+        """Answer greedily, and return the answer of each row up to the end of the turn; the state stays as it is.
 
         Args:
             state: conversations.
-            limit: longest answer.
-            on_token: called with each token of the first row.
-            processors: None for those of the checkpoint's generation_config.
+            limit: most tokens of an answer.
+            tell: called with each piece of the text of a single row; None for no text.
         """
-        logits = state.logits
-        ids = state.given.to(logits.device).expand(len(logits), -1)
-        processors = self._processors(ids[:1], limit) if processors is None else processors
-        rows: list[list[int]] = [[] for _ in logits]
-        going, anew = list(range(len(rows))), list[int]()
-        with attach(self.model, after_prompt(state.plans[0])) as sieve, torch.no_grad():
-            cache = sieve.adopt(state.cache.fork(share=True))
-            for step in range(limit):
-                chosen = (processors(ids, logits.float()) if processors else logits).argmax(-1)  # type: ignore[arg-type]
-                ids = torch.cat([ids, chosen[:, None]], 1)
-                for row in going:
-                    rows[row].append(int(chosen[row]))
-                if on_token is not None and 0 in going:
-                    on_token(rows[0][-1])
-                going = [row for row in going if rows[row][-1] not in self.prompter.stops]
-                if not going or step + 1 == limit:
-                    break
-                if crosses(sieve, cache):
-                    anew = going
-                    break
-                logits = self.model(input_ids=chosen[:, None], use_cache=True, **{CACHE: cache}).logits[:, -1]
-        for row in anew:
-            alone = self._anew_behind(state, row, rows[row])
-            noted = on_token if row == 0 else None
-            rows[row] += self.decode(alone, limit - len(rows[row]), noted, processors)[0]
-        return rows
+        check_single_answer(self.model, {})
+        prompt = state.given[0].cpu()
+        rules = Sampling()
+        ends = self.prompter.stops
+        answers: list[Answer] = []
+        for row in state.logits.cpu():
+            sampler = Sampler(rules, prompt, processors_for(self.model, prompt, rules, limit, ends))
+            if tell is None:
+                answers.append(Answer(sampler, ends, limit))
+            else:
+                words = Detokenizer(self.prompter.tokenizer)
+                answers.append(TextAnswer(sampler, ends, limit, words, tell))
+            answers[-1].add(row)
+        parts = [(state, answers)]
+        while parts:
+            read, some = parts.pop(0)
+            self._decode(read, some)
+            for answer in some:
+                if answer.finish is None:
+                    # The next token has other rotary tables.
+                    alone = self._anew_behind(state, answers.index(answer), answer.tokens)
+                    answer.add(alone.logits[0].cpu())
+                    parts.append((alone, [answer]))
+        return answers
+
+    def _decode(self, state: ReadState, answers: Sequence[Answer]) -> None:
+        """Go on with answers until they have ended, or generate would read the conversation again."""
+        with attach(self.model, after_prompt(state.plans[0])) as sieve:
+            rows = Rows(sieve, sieve.adopt(state.cache.fork(share=True)), answers)
+            while rows.going and not rows.at_border:
+                step(sieve, [rows])
 
     def _anew_behind(self, state: ReadState, row: int, made: list[int]) -> ReadState:
         """Prefill one row and its answer so far, whose next token has other rotary tables, as generate does."""

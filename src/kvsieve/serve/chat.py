@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from kvsieve.decoding.asked import AnswerPart, ChosenToken, PromptProgress
 from kvsieve.serve.exchange import Exchange
 from kvsieve.serve.replies import Envelope, TokenBytes, chat_logprobs, usage
 from kvsieve.serve.schema import ChatRequest
-from kvsieve.serve.ticket import AnswerPart, ChosenToken, Order, PromptProgress
+from kvsieve.serve.ticket import Order
 from kvsieve.serve.tools import MARK, CallForm, split_calls
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+from kvsieve.decoding.asked import ChosenToken
 from kvsieve.serve.exchange import Exchange
 from kvsieve.serve.replies import Envelope, TokenBytes, completion_logprobs, usage
 from kvsieve.serve.schema import CompletionRequest
-from kvsieve.serve.ticket import ChosenToken, Order
+from kvsieve.serve.ticket import Order
 
 
 async def completion_reply(

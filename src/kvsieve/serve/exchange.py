@@ -7,8 +7,9 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 
+from kvsieve.decoding.asked import AnswerPart
 from kvsieve.serve.scheduler import Scheduler
-from kvsieve.serve.ticket import AnswerPart, Event, Order, Summary, Ticket
+from kvsieve.serve.ticket import Event, Order, Summary, Ticket
 
 
 class Exchange:

@@ -6,10 +6,10 @@ import logging
 import os
 from typing import Any
 
+from kvsieve.decoding.answer import Answer
 from kvsieve.errors import KvsieveError
 from kvsieve.hf.reuse import LEAST, FoundPrompt, StoredPrefixes, acts_at_end, unserved
 from kvsieve.hf.sieve import Sieve
-from kvsieve.serve.answer import Answer
 from kvsieve.serve.reading import PromptReader
 from kvsieve.serve.ticket import Order
 from kvsieve.store import PrefixStore

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from kvsieve.budget import percent_doubt
+from kvsieve.decoding.asked import Sampling
 from kvsieve.detokenize import text_of, token_bytes
 from kvsieve.errors import InputError
 from kvsieve.hf.prompt.constraints import PromptConstraints
@@ -17,7 +18,7 @@ from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.messages import all_texts, part_text, template_call, template_tool
 from kvsieve.serve.sampling import check_generation_config
 from kvsieve.serve.schema import ChatMessage, ChatRequest, CommonRequest, CompletionRequest, TokenizeRequest
-from kvsieve.serve.ticket import Order, Sampling
+from kvsieve.serve.ticket import Order
 from kvsieve.serve.tools import form_of
 from kvsieve.turns import plain_ids, render, stop_ids, token_ids
 

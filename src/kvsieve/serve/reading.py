@@ -10,13 +10,14 @@ import torch
 from greenlet import GreenletExit
 from torch import Tensor
 
+from kvsieve.decoding.asked import AnswerPart, PromptProgress
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.forward.passes import closing
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.hf.sieve import Sieve
 from kvsieve.serve.pace import Coroutine, ReadingPace
-from kvsieve.serve.ticket import AnswerPart, PromptProgress, Ticket
+from kvsieve.serve.ticket import Ticket
 
 
 class PromptReader:

@@ -9,7 +9,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvsieve.serve.ticket import ChosenToken, Summary, TokenLikelihood
+from kvsieve.decoding.asked import ChosenToken, TokenLikelihood
+from kvsieve.serve.ticket import Summary
 
 TokenBytes = Callable[[int], bytes]
 # Nothing in JSON is less likely.

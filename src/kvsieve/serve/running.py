@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvsieve.decoding.answer import TextAnswer
+from kvsieve.decoding.loop import Rows
+from kvsieve.decoding.sampling import Sampler, processors_for
 from kvsieve.detokenize import Detokenizer
 from kvsieve.hf.generate.stats import stats_of
 from kvsieve.hf.kept import kept_of
 from kvsieve.hf.prompt.options import ReadOptions
-from kvsieve.hf.prompt.reread import crosses, logits_at_border
-from kvsieve.hf.rows import feed_rows
-from kvsieve.hf.sieve import Sieve
-from kvsieve.serve.answer import Answer
+from kvsieve.hf.prompt.reread import logits_at_border
 from kvsieve.serve.reading import PromptReader
-from kvsieve.serve.sampling import Sampler, processors_for
 from kvsieve.serve.ticket import Summary, Ticket
 
 
@@ -30,6 +29,7 @@ class Running:
         ticket: the request.
         reading: its prefill.
         answers: all of them, including ended ones.
+        rows: each answer with its cache.
         kept: map of kept entries; see Summary.
     """
 
@@ -41,19 +41,33 @@ class Running:
             kept = kept_of(cache, torch.tensor([order.ids])).map(order.bins)
             self.kept = tuple(round(each, 4) for each in kept.mean(0).tolist())
         caches = [cache, *(cache.fork() for _ in range(order.answers - 1))]
-        model, ids = reading.sieve.model, torch.tensor(order.ids)
-        before = order.ids if order.continues else ()
-        self.answers = []
-        for number, own in enumerate(caches):
-            sampler = Sampler(order.sampling, ids, processors_for(model, order), number)
-            self.answers.append(Answer(number, order, own, sampler, Detokenizer(tokenizer, before), ticket.tell))
-        for answer in self.answers:
-            answer.add(logits)
+        self.answers = [self._answer(number, tokenizer) for number in range(order.answers)]
+        self.rows: list[Rows] = []
+        for answer, own in zip(self.answers, caches, strict=True):
+            rows = Rows(reading.sieve, own, [answer])
+            rows.reread = partial(self._logits_again, rows)
+            self.rows.append(rows)
+            rows.take(logits[None])
+
+    def _answer(self, number: int, tokenizer: Any) -> TextAnswer:
+        order, ids = self.ticket.order, torch.tensor(self.ticket.order.ids)
+        ends = frozenset[int]() if order.ignore_eos else order.stop_ids
+        processors = processors_for(self.reading.sieve.model, ids, order.sampling, order.max_tokens, ends)
+        sampler = Sampler(order.sampling, ids, processors, number)
+        words = Detokenizer(tokenizer, order.ids if order.continues else ())
+        return TextAnswer(sampler, ends, order.max_tokens, words, self.ticket.tell, order.stops, number)
+
+    def _logits_again(self, rows: Rows) -> Tensor:
+        """Prefill the prompt and the answer so far again; return logits [1, V]."""
+        order, tokens = self.ticket.order, rows.answers[0].tokens
+        ids = torch.tensor([[*order.ids, *tokens]])
+        options = ReadOptions(self.reading.chunk, order.max_tokens, constraints=order.constraints)
+        return logits_at_border(self.reading.sieve, ids, rows.cache, options, len(tokens))
 
     @property
     def going(self) -> int:
         """Answers in progress."""
-        return sum(answer.finish is None for answer in self.answers)
+        return sum(rows.going for rows in self.rows)
 
     def cut(self) -> None:
         """End all answers at their current length."""
@@ -61,10 +75,15 @@ class Running:
             if answer.finish is None:
                 answer.cut()
 
+    def drop(self) -> None:
+        """Stop decoding the answers."""
+        for rows in self.rows:
+            rows.dropped = True
+
     def summary(self) -> Summary:
         """Return the costs of the ended request."""
         ticket, first, now = self.ticket, self.answers[0], time.perf_counter()
-        stats = stats_of(self.reading.sieve, first.cache, first.times, ticket.came, None)
+        stats = stats_of(self.reading.sieve, self.reading.cache, first.times, ticket.came, None)
         return Summary(
             prompt_tokens=len(ticket.order.ids),
             cached_tokens=self.reading.cached,
@@ -74,32 +93,3 @@ class Running:
             seconds=now - ticket.came,
             ttft_s=first.times[0] - ticket.came,
         )
-
-
-def next_logits(sieve: Sieve, part: Sequence[tuple[Running, Answer]]) -> Tensor:
-    """Run a decode pass for some answers; return logits [B, V] on the CPU.
-
-    Several share a pass, each under its own plan; a single one decodes as its plan says. If rotary tables change with
-    the next token, a conversation is prefilled again, as in generate.
-    """
-    at_border = [crosses(sieve, answer.cache) for _, answer in part]
-    others = [each for each, at in zip(part, at_border, strict=True) if not at]
-    found = iter(_next_logits(sieve, others).split(1) if others else ())
-    return torch.cat([_logits_again(*each) if at else next(found) for each, at in zip(part, at_border, strict=True)])
-
-
-def _logits_again(running: Running, answer: Answer) -> Tensor:
-    order, reading = running.ticket.order, running.reading
-    ids = torch.tensor([[*order.ids, *answer.tokens]])
-    options = ReadOptions(reading.chunk, order.max_tokens, constraints=order.constraints)
-    return logits_at_border(reading.sieve, ids, answer.cache, options, len(answer.tokens)).cpu()
-
-
-def _next_logits(sieve: Sieve, part: Sequence[tuple[Running, Answer]]) -> Tensor:
-    ids = torch.tensor([answer.tokens[-1] for _, answer in part])
-    if len(part) > 1:
-        return feed_rows(sieve, [answer.cache for _, answer in part], ids).cpu()
-    running, answer = part[0]
-    found = running.reading.sieve.feed(answer.cache, ids[None], None, logits=1).logits
-    assert found is not None
-    return found[:, -1].cpu()

@@ -5,23 +5,22 @@ from __future__ import annotations
 import collections
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from kvsieve.cache.base import MIN_ROOM
+from kvsieve.decoding.loop import Rows, step
 from kvsieve.errors import KvsieveError
 from kvsieve.hf.forward.pieces import rows_are_alone
-from kvsieve.hf.forward.rows import joins
 from kvsieve.hf.reuse import FoundPrompt
 from kvsieve.hf.sieve import Sieve
-from kvsieve.serve.answer import Answer
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.memory import KVBytes
 from kvsieve.serve.pace import pace_on
 from kvsieve.serve.plan_sieves import PlanSieves
 from kvsieve.serve.prefixes import Prefixes
 from kvsieve.serve.reading import PromptReader
-from kvsieve.serve.running import Running, next_logits
+from kvsieve.serve.running import Running
 from kvsieve.serve.ticket import BusyError, Event, Order, Ticket
 
 _log = logging.getLogger(__name__)
@@ -120,7 +119,7 @@ class Workload:
                 try:
                     running.cut()
                 except Exception as error:
-                    self._drop([running], error)
+                    self._drop(running, error)
                 else:
                     self._finish(running)
 
@@ -184,7 +183,7 @@ class Workload:
         self.counts["cached_tokens"] += reading.cached
         self._store(self.prefixes.add, reading)
         running = Running(ticket, reading, logits, self.tokenizer)
-        read = sum(answer.cache.nbytes() for answer in running.answers)
+        read = sum(rows.cache.nbytes() for rows in running.rows)
         self._held[ticket] = min(self._held[ticket], read + order.answers * self.bytes.of(order.max_tokens))
         self._running.append(running)
         if not running.going:
@@ -192,42 +191,22 @@ class Workload:
 
     def _decode(self) -> None:
         """Run a decode pass for every answer."""
-        going = [(running, answer) for running in self._running for answer in running.answers if not answer.finish]
-        together = [each for each in going if joins(each[1].cache)]
-        parts = [together] if together else []
-        parts += [[each] for each in going if not joins(each[1].cache)]
-        for part in parts:
-            self._pass(part)
+        going = [rows for running in self._running for rows in running.rows if rows.going]
+        passes, tokens = step(self.sieve, going, self._failed)
+        self.counts["decode_passes"] += passes
+        self.counts["new_tokens"] += tokens
         for running in list(self._running):
             if not running.going:
                 self._finish(running)
 
-    def _pass(self, part: Sequence[tuple[Running, Answer]]) -> None:
-        """Run a decode pass for some answers."""
-        try:
-            logits = next_logits(self.sieve, part)
-        except Exception as error:
-            # Caches that the pass has not changed continue alone, where only the answer at fault fails again.
-            alone = [each for each in part if len(part) > 1 and each[1].cache.status == "ready"]
-            left = [running for running, answer in part if (running, answer) not in alone]
-            self._drop({id(running): running for running in left}.values(), error)
-            for each in alone:
-                if each[0] in self._running:
-                    self._pass([each])
-            return
-        self.counts["decode_passes"] += 1
-        self.counts["new_tokens"] += len(part)
-        for row, (running, answer) in zip(logits, part, strict=True):
-            try:
-                answer.add(row)
-            except Exception as error:
-                self._drop([running], error)
+    def _failed(self, rows: Rows, error: Exception) -> None:
+        for running in [each for each in self._running if rows in each.rows]:
+            self._drop(running, error)
 
-    def _drop(self, failed: Iterable[Running], error: Exception) -> None:
-        for running in failed:
-            if running in self._running:
-                self._running.remove(running)
-                self.fail(running.ticket, error)
+    def _drop(self, running: Running, error: Exception) -> None:
+        self._running.remove(running)
+        running.drop()
+        self.fail(running.ticket, error)
 
     def _finish(self, running: Running) -> None:
         self._running.remove(running)
