@@ -22,7 +22,7 @@ class Answer:
         limit: most tokens.
         tokens: chosen so far.
         times: when each was chosen, in seconds.
-        text: sent so far; empty where none is asked for.
+        text: sent so far; empty without a `tell`.
         finish: "stop", "length", or None while the answer is in progress.
     """
 
@@ -48,7 +48,7 @@ class Answer:
 
 
 class TextAnswer(Answer):
-    """An answer whose text is sent piece by piece."""
+    """An answer that sends its text piece by piece."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class TextAnswer(Answer):
             ends: see `Answer`; their text is left out.
             limit: see `Answer`.
             words: turns tokens into text.
-            tell: called with each piece.
+            tell: callback for each piece.
             stops: texts that end the answer and are left out of it.
             number: of the answer, for its pieces.
         """

@@ -1,7 +1,7 @@
 """The loop that decodes: every answer gets its next token, in as few passes as their caches allow.
 
-Drafts have their place in `Rows`: `next_ids` is asked for the tokens to feed, and `take` chooses by their logits, which
-says how many of them stay.
+Drafts belong into `Rows`: `next_ids` returns the tokens to feed, and `take` decides by their logits how many of them
+stay.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Rows:
     """Answers that decode in one cache, one per row.
 
     Attributes:
-        model: attached under the plan by which the cache goes on.
-        cache: prompts and answers so far, but for the last token of each.
-        answers: one per row; rows of those that have ended are fed on with the others.
+        model: attached under the plan that decodes the cache.
+        cache: prompts and answers so far, without the last token of each.
+        answers: one per row; ended ones are fed along with the others.
         reread: prefills prompt and answer again where rotary tables change with the next token, as generate does, and
-            returns logits [B, V]; None where the cache goes on regardless.
-        dropped: True for answers that nobody waits for.
+            returns logits [B, V]; None to decode on regardless.
+        dropped: True once nobody needs the answers.
     """
 
     model: AttachedModel

@@ -65,7 +65,7 @@ class Sampler:
             self._generator.manual_seed((seed * 1000003 + answer) % 2**63)
 
     def choose(self, logits: Tensor) -> ChosenToken:
-        """Choose by logits [V]."""
+        """Sample by logits [V]."""
         scores = logits.float()
         log_probs = None if self.rules.logprobs is None else torch.log_softmax(scores, -1)
         if len(self._biased):

@@ -1,4 +1,4 @@
-"""One sample under many plans: prompts read once where that changes nothing, answers decoded together."""
+"""One sample under many plans: prompts are prefilled once if that changes nothing, answers decoded together."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from kvsieve.tasks.samples import QuestionAnswer, Sample
 
 
 class Evaluator:
-    """Run tasks and single samples on one model, greedily, as its generation_config says.
+    """Run tasks and single samples on one model, greedily, under its generation_config.
 
     Your own task:
 
@@ -162,7 +162,7 @@ class Evaluator:
         return ReadState(state.plans, cache, logits, parts[0][2], given, state.order, unseen)
 
     def _stacked(self, states: Sequence[ReadState]) -> list[ReadState]:
-        """Make rows of one cache of those that are alike; the reference, which comes first, stays alone."""
+        """Stack similar states as rows of one cache; the reference, which comes first, stays alone."""
         groups = [[states[0]]]
         for state in states[1:]:
             group = next((each for each in groups[1:] if len(each) < self.batch and self._suits(each, state)), None)
@@ -184,7 +184,7 @@ class Evaluator:
         ]
 
     def _suits(self, group: Sequence[ReadState], state: ReadState) -> bool:
-        """Tell whether a state decodes well as a further row of a group.
+        """Return True if a state decodes well as a further row of a group.
 
         Rows cost what the longest costs: they should be about as long, or all small beside the model's weights.
         """
@@ -228,7 +228,7 @@ class Evaluator:
         Args:
             state: conversations.
             limit: most tokens of an answer.
-            tell: called with each piece of the text of a single row; None for no text.
+            tell: callback for each piece of text of a single row; None for no text.
         """
         check_single_answer(self.model, {})
         prompt = state.given[0].cpu()
@@ -256,7 +256,7 @@ class Evaluator:
         return answers
 
     def _decode(self, state: ReadState, answers: Sequence[Answer]) -> None:
-        """Go on with answers until they have ended, or generate would read the conversation again."""
+        """Decode until the answers have ended, or generate would prefill the conversation again."""
         with attach(self.model, after_prompt(state.plans[0])) as sieve:
             rows = Rows(sieve, sieve.adopt(state.cache.fork(share=True)), answers)
             while rows.going and not rows.at_border:
