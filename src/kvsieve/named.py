@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvsieve import budget as budgets
@@ -64,20 +64,16 @@ def plan(
     _check_floor(made, parameters.get("floor") or 0)
     if info.adapts and not paper and given.pop("profile", None) is None:
         made = dataclasses.replace(made, unset=Unset(info.name, given))
-    if codec is not None:
-        if made.codec is not None:
-            raise PlanError(f"{info.name} is a codec itself, got codec={short(codec)} as well; leave one of them out")
-        made = dataclasses.replace(made, codec=codec_of(codec))
-    if rest is not None:
-        if made.rest is not None:
-            raise PlanError(f"{info.name} keeps the rest itself, got rest={short(rest)} as well; leave it out")
-        made = dataclasses.replace(made, rest=rest_of(rest))
-    if prefill is not None:
-        if made.prefill is not None:
-            raise PlanError(
-                f"{info.name} reads prompts sparsely itself, got prefill={short(prefill)} as well; leave one out"
-            )
-        made = dataclasses.replace(made, prefill=prefill_of(prefill))
+    parts: tuple[tuple[str, Any, Callable[[Any], Any], str], ...] = (
+        ("codec", codec, codec_of, "is a codec itself"),
+        ("rest", rest, rest_of, "keeps the rest itself"),
+        ("prefill", prefill, prefill_of, "reads prompts sparsely itself"),
+    )
+    for role, value, read, clash in parts:
+        if value is not None and vars(made)[role] is not None:
+            raise PlanError(f"{info.name} {clash}, got {role}={short(value)} as well; leave one of them out")
+        if value is not None:
+            made = dataclasses.replace(made, **{role: read(value)})
     return made
 
 

@@ -16,7 +16,7 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.copies import Forked
 from kvsieve.hf.chat.options import check_chat_options
 from kvsieve.hf.chat.state import ChatSnapshot, ChatState, Reply, Transcript, from_saved, saved_form
-from kvsieve.hf.chat.turn import BREAK, ChatBackend, TurnMaker
+from kvsieve.hf.chat.turn import BREAK, TurnMaker
 from kvsieve.hf.chat.worker import streamed
 from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.inputs import check_text
@@ -42,7 +42,7 @@ class Chat(Forked):
 
     def __init__(
         self,
-        sieve: ChatBackend,
+        sieve: Any,
         tokenizer: Any,
         system: str | None = None,
         *,

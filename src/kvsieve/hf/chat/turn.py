@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,41 +17,13 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.chat.options import check_chat_options, complete_options
 from kvsieve.hf.chat.pieces import Pieces
 from kvsieve.hf.chat.state import Reply, Transcript
-from kvsieve.hf.generate.result import GenerateResult
 from kvsieve.hf.inputs import check_callable, check_text
 from kvsieve.hf.model.context import context_of
-from kvsieve.hf.persist.saved import Saved
 from kvsieve.hf.reuse import PromptStore, ReadPrefix, StoredPrefixes, check_servable, check_store, unserved
-from kvsieve.plans import Plan
 from kvsieve.segments import role_spans
 from kvsieve.turns import Turns, stop_ids
 
 BREAK = "\n\n"
-
-
-class ChatBackend(Protocol):
-    """The part of a Sieve that a chat uses."""
-
-    model: Any
-    config: Any
-    plan: Plan
-
-    def new_cache(self) -> SieveCache: ...
-
-    @property
-    def begin(self) -> Callable[..., SieveCache]: ...
-
-    @property
-    def prefill(self) -> Callable[..., SieveCache]: ...
-
-    @property
-    def generate(self) -> Callable[..., GenerateResult]: ...
-
-    @property
-    def save(self) -> Callable[..., None]: ...
-
-    @property
-    def load(self) -> Callable[..., Saved]: ...
 
 
 @dataclass(frozen=True)
@@ -82,7 +54,7 @@ class TurnMaker:
 
     def __init__(
         self,
-        sieve: ChatBackend,
+        sieve: Any,
         tokenizer: Any,
         store: PromptStore | None,
         options: Mapping[str, Any],
