@@ -108,11 +108,11 @@ test-vllm: $(VLLM_VENV)/.ready
 	VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) tests/vllm
 
 # torchvision and its like come as CUDA builds, with which a CPU torch cannot be imported; texts need none of them.
-$(VLLM_VENV)/.ready: pyproject.toml
+$(VLLM_VENV)/.ready: pyproject.toml plugins/vllm/pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/pip install --quiet $(VLLM_PACKAGE) 'pytest>=8' 'typer>=0.15' 'rich>=13' 'safetensors>=0.8'
 	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_VENV)/bin/pip install --quiet --no-deps -e .
+	$(VLLM_VENV)/bin/pip install --quiet --no-deps -e . -e plugins/vllm
 	touch $@
 
 # The quick tests on the lowest versions that pyproject.toml allows and on the newest there are, made anew each time; the

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backends import triton_attn
 
-from kvsieve.vllm.pages import PageBounds, choose_pages, question_of
+from kvsieve.methods import Quest
+from kvsieve_vllm.pages import PageBounds, choose_pages
 
 COPIES = 4
 
@@ -70,7 +71,7 @@ def calls(
 
     def choose(number: int) -> Tensor:
         bounds[number].update(key, slots)
-        asked = question_of(query.view(requests, kv_heads, groups, dim), dim**-0.5, None)
+        asked = Quest(budget=256).question(query.view(requests, kv_heads, groups, dim), dim**-0.5, page, None)
         return choose_pages(bounds[number].table, asked, table, sizes, counts, read, page).flatten(0, 1)
 
     def sparse(number: int) -> Tensor:

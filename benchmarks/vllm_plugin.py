@@ -51,8 +51,7 @@ RANDOM, MARK = "random:8b", "result: "
 WITHIN = ("layer", "turns", "itself", "disturbed", "crowd")
 # Requests of `pool` that dense attention brings to their ends without a preemption.
 FEW = 3
-EVICT, READ = "snapkv:budget=512", "quest:budget=256"
-MEANS = f"{READ}:page=4:means=true"
+EVICT, READ, MEANS = "snapkv:budget=512", "quest:budget=256:page=32", "quest:budget=256:page=4:means=true"
 # Query heads, KV heads and channels: SmolLM2-135M, Qwen2.5-0.5B, and those of 8B models.
 GEOMETRIES = {"smollm2-135m": (9, 3, 64), "qwen2.5-0.5b": (14, 2, 64), "8b": (32, 8, 128)}
 
@@ -133,11 +132,14 @@ def layer(given: argparse.Namespace) -> dict[str, Any]:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    from kvsieve.vllm.pages import PageBounds, choose_pages, kernel_status, question_of, question_of_means
+    from kvsieve.kernels.cpu import pages as compiled
+    from kvsieve.methods import Quest
+    from kvsieve_vllm.pages import PageBounds, choose_pages
 
     current_platform.import_kernels()
     dtype, counts = getattr(torch, given.dtype), 8
-    out: dict[str, Any] = {"pages_read": counts, "kernel": kernel_status(), "threads": torch.get_num_threads()}
+    kernel, threads = compiled.built().status, torch.get_num_threads()
+    out: dict[str, Any] = {"pages_read": counts, "kernel": kernel, "threads": threads}
 
     def one(length: int, heads: int, kv_heads: int, dim: int, page: int) -> dict[str, Callable[[], Any]]:
         blocks, copies = -(-length // page) + 1, 4
@@ -171,12 +173,13 @@ def layer(given: argparse.Namespace) -> dict[str, Any]:
         size, count = torch.tensor([length], dtype=torch.int32), torch.tensor([counts], dtype=torch.int32)
 
         asked = query.view(1, kv_heads, groups, dim)
-        questions = (lambda: question_of(asked, dim**-0.5, None)), (lambda: question_of_means(asked, dim**-0.5, 4))
+        readers = Quest(budget=256), Quest(budget=256, page=4, means=True)
 
         def choose(number: int, by_means: bool = False) -> Any:
             known = (sums if by_means else bounds)[number]
             known.update(key, slot)
-            return choose_pages(known.table, questions[by_means](), table, size, count, counts, page, known.parts)
+            question = readers[by_means].question(asked, dim**-0.5, known.page, None)
+            return choose_pages(known.table, question, table, size, count, counts, page, known.parts)
 
         read = torch.full((kv_heads,), (length - 1) % page + 1 + (counts - 1) * page, dtype=torch.int32)
         chosen = choose(0).flatten(0, 1)

@@ -51,11 +51,12 @@ class Recording(Evictor, needs=("rotary",), heads="own", ragged=True, takes_quot
         self.asked.append(given)
         return given
 
-    check = requested = entries = stored_heads = observe = select = is_noop = _answer
+    check = rhythm = requested = entries = stored_heads = observe = select = is_noop = _answer
 
 
 GIVEN = {
     "check": (4,),
+    "rhythm": (50,),
     "requested": (50, 7),
     "entries": (60, 8),
     "stored_heads": (2, 6),
@@ -138,7 +139,7 @@ def test_a_name_of_the_contract_is_of_its_kind():
         class Undecided(Propagator):
             window: int
 
-    with pytest.raises(TypeError, match="Loud: unknown trait 'loud'; known are heads, is_view, needs"):
+    with pytest.raises(TypeError, match="Loud: unknown trait 'loud'; known are fixed_counts, heads, is_view, needs"):
 
         class Loud(KNorm, loud=True): ...
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve import loading, registry
+from kvsieve import loading
 from kvsieve.cli.main import run_cli
 from kvsieve.cli.specs import method_specs
 from kvsieve.errors import KvsieveWarning, PlanError
 from kvsieve.eval.cells import settings
 from kvsieve.models.families import build
 from kvsieve.tasks import all_tasks
+from other_packages import look_for_methods
 
 VNORM = '''
 from dataclasses import dataclass
@@ -56,11 +57,7 @@ def installed(tmp_path, monkeypatch):
         (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
         (about / "entry_points.txt").write_text(f"[kvsieve.methods]\n{method} = {value or module}\n")
 
-    kvsieve.list_methods()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(loading, "_loaded", False)
-    monkeypatch.setattr(loading, "REGISTERED", dict(loading.REGISTERED))
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    look_for_methods(monkeypatch, tmp_path)
     return install
 
 

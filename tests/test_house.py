@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 
-from source_tree import imports, modules
+import kvsieve
+from kvsieve.roles.base import _CLASSES
+from source_tree import PLUGIN, imports, modules
 
 # Where attention is computed, and chosen how.
 OF_ATTENTION = ("kvsieve.kernels", "kvsieve.core", "kvsieve.attention")
@@ -20,6 +23,8 @@ OTHER_LOOPS = {
 }
 CHOOSING = {"argmax", "multinomial"}
 FEEDING = {"model", "feed", "feed_rows", "next_logits", "run"}
+# Rooms of kvsieve that the plugin for vLLM imports, beside the public API.
+OF_THE_PLUGIN = {"attention", "errors", "kernels", "plans", "profiles", "roles", "types"}
 
 
 def outside(*names: str) -> list[tuple[str, ast.Module]]:
@@ -29,7 +34,7 @@ def outside(*names: str) -> list[tuple[str, ast.Module]]:
 def test_few_outside_attention_know_what_a_model_adds_to_it():
     """A cap and learned sinks travel with the queries; 57 modules once handed them on."""
     found = set()
-    for module, tree in outside(*OF_ATTENTION, "kvsieve.vllm"):
+    for module, tree in outside(*OF_ATTENTION, "kvsieve_vllm"):
         for node in ast.walk(tree):
             names = [getattr(node, name, None) for name in ("attr", "arg", "id")]
             if {"softcap", "sinks_of"} & set(names) or (
@@ -40,7 +45,7 @@ def test_few_outside_attention_know_what_a_model_adds_to_it():
 
 
 def test_the_table_alone_asks_what_computes_attention():
-    for module, tree in outside("kvsieve.kernels", "kvsieve.core", "kvsieve.vllm"):
+    for module, tree in outside("kvsieve.kernels", "kvsieve.core", "kvsieve_vllm"):
         for function in ast.walk(tree):
             if not isinstance(function, ast.FunctionDef) or "why_not" in function.name:
                 continue
@@ -78,3 +83,16 @@ def test_tokens_are_decoded_in_one_loop():
     assert found == set(OTHER_LOOPS)
     users = {modules()[name][0] for name, known in imports().items() if "kvsieve.decoding.loop" in known}
     assert users == {"serve/running.py", "serve/workload.py", "eval/evaluator.py", "calibrate/reading.py"}
+
+
+def test_the_plugin_names_no_method_and_imports_what_methods_are_made_of():
+    kvsieve.list_methods()
+    methods = {kind.__name__ for kind in _CLASSES.values() if kind.__module__.startswith("kvsieve.methods")}
+    assert {"SnapKV", "Quest", "HSA", "LagKV"} <= methods
+    for file in PLUGIN.glob("*.py"):
+        text = file.read_text()
+        nodes = list(ast.walk(ast.parse(text)))
+        imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        imported |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+        assert {name.split(".")[1] for name in imported if name.startswith("kvsieve.")} <= OF_THE_PLUGIN, file.name
+        assert not methods & set(re.findall(r"\w+", text)), file.name

@@ -50,7 +50,9 @@ def plan(
     Raises PlanError, with a suggestion, for an unknown method, parameter or bad value, and for a profile that cannot be
     read or has nothing for the method.
     """
-    method, parameters = _split(method, parameters)
+    roles = {role: each for role, each in (("codec", codec), ("rest", rest), ("prefill", prefill)) if each is not None}
+    method, parameters = _split(method, {**parameters, **roles})
+    codec, rest, prefill = (parameters.pop(role, None) for role in ("codec", "rest", "prefill"))
     info = method_info(method)
     check_parameters(info, parameters)
     given = dict(parameters)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from kvsieve import kernels
-from kvsieve.vllm import pages
-from kvsieve.vllm.pages import PageBounds, choose_pages, question_of, question_of_means
+from kvsieve.methods import Quest
+from kvsieve_vllm import pages
+from kvsieve_vllm.pages import PageBounds, choose_pages
 
 HEADS, GROUPS, DIM, FREE = 2, 3, 16, 150
 
@@ -41,7 +42,7 @@ def test_pages_are_those_of_plain_torch(page, parts, means, dtype):
     sizes, counts = [0, 1, 2 * page, 9 * page + 1, 13 * page, 14 * page - 1], [3, 4, 2, 4, 5, 2]
     bounds, table = known(sizes, page, parts, means, dtype)
     query = torch.randn(len(sizes), HEADS, GROUPS, DIM).to(dtype)
-    question = question_of_means(query, 0.4, bounds.page) if means else question_of(query, 0.4, None)
+    question = Quest(budget=64, means=means).question(query, 0.4, bounds.page, None)
     given = (
         *(bounds.table, question, table, torch.tensor(sizes, dtype=torch.int32)),
         *(torch.tensor(counts, dtype=torch.int32), max(counts), page, parts),

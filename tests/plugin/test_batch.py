@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import kvsieve
 from kvsieve.errors import CacheStateError
-from kvsieve.vllm.batch import GroupFacts, StepPlanner
-from kvsieve.vllm.graphs import ReplayedSteps
-from kvsieve.vllm.options import parse_plan
-from kvsieve.vllm.pages import (
-    PageBounds,
-    by_means,
-    choose_pages,
-    page_budget,
-    parts_of,
-    question_of,
-    question_of_means,
-)
-from kvsieve.vllm.retention import BlockRetention
+from kvsieve_vllm.batch import GroupFacts, StepPlanner
+from kvsieve_vllm.graphs import ReplayedSteps
+from kvsieve_vllm.pages import PageBounds, choose_pages
+from kvsieve_vllm.reading import PageReading
+from kvsieve_vllm.retention import BlockRetention
 
-PAGE, WIDTH = 8, 16
+PAGE, WIDTH, DIM = 8, 16, 16
 
 
-def planner(text: str, *, moved=lambda tensor: tensor, long: int | None = None) -> StepPlanner:
-    plan = parse_plan(text)
+def named(heads: int, kv_heads: int, lengths: torch.Tensor, starts: torch.Tensor):
+    return heads, kv_heads, lengths.tolist()
+
+
+def planner(text: str, *, moved=lambda tensor: tensor, schedule=named, long: int | None = None) -> StepPlanner:
+    plan = kvsieve.plan(text)
     retention = None if plan.evict is None else BlockRetention(plan.evict, PAGE)
-    facts = GroupFacts(
-        page=PAGE, heads=4, kv_heads=2, dim=16, reader=plan.read, all_sparse=plan.read is not None,
-        retention=retention, self_test=False, long=long,
-    )  # fmt: skip
-    return StepPlanner(facts, moved, lambda heads, kv_heads, lengths, starts: (heads, kv_heads, lengths.tolist()))
+    reading = None if plan.read is None else PageReading(plan.read, PAGE, DIM, 2)
+    facts = GroupFacts(PAGE, 4, 2, reading, retention, long)
+    return StepPlanner(facts, moved, schedule)
 
 
 def step(*requests: tuple[int, int, int]):
@@ -120,7 +114,7 @@ def test_an_evictor_that_remembers_is_told_of_every_generated_token():
 
 
 def test_each_head_of_a_generated_token_is_a_request():
-    (made,) = planner("quest:budget=32").rounds(step((100, 101, 90), (10, 11, 5), (0, 20, 20)))
+    (made,) = planner("quest:budget=32:page=8").rounds(step((100, 101, 90), (10, 11, 5), (0, 20, 20)))
     assert made.whole is None and made.rest.lengths.tolist() == [20] and made.rest.rows == slice(2, 22)
     sparse = made.sparse
     # Four pages of the first, the last of which has 5 entries, and both of the second.
@@ -142,14 +136,14 @@ def test_a_generated_token_does_not_wait_for_the_device(text):
     bounds.update(keys, torch.zeros(24, dtype=torch.int64, device=away))
     sparse = made.sparse
     if sparse is not None:
-        question = question_of(torch.zeros(3, 2, 2, 16, device=away), 0.25, sparse.channels)
+        query = torch.zeros(3, 2, 2, 16, device=away)
+        question = kvsieve.plan(text).read.question(query, 0.25, PAGE, sparse.channels)
         chosen = choose_pages(bounds.table, question, sparse.table, sparse.sizes, sparse.counts, sparse.most, PAGE)
         assert chosen.shape == (3, 2, sparse.most) and chosen.dtype == torch.int32
 
 
-def replayed(text: str, *, moved=lambda tensor: tensor, all_sparse: bool = True) -> ReplayedSteps:
-    facts = replace(planner(text).facts, all_sparse=all_sparse)
-    return ReplayedSteps(facts, 3, WIDTH * PAGE, moved, lambda *given: None)
+def replayed(text: str, *, moved=lambda tensor: tensor, longest: int = WIDTH * PAGE) -> ReplayedSteps:
+    return ReplayedSteps(planner(text, moved=moved, schedule=lambda *given: None), 3, longest)
 
 
 def generated(*ends: int, prompt: int = 5):
@@ -161,7 +155,7 @@ def generated(*ends: int, prompt: int = 5):
 
 def test_steps_that_are_replayed_have_the_same_tensors():
     """Of 4 pages' budget; the last of them is partly filled, and a request without tokens reads an entry of page 0."""
-    steps = replayed("quest:budget=32")
+    steps = replayed("quest:budget=32:page=8")
     first = steps.round(generated(101, 11, 0)).sparse
     assert first.counts.tolist() == [4, 2, 1] and first.call.lengths.tolist() == [29, 29, 11, 11, 1, 1]
     assert first.call.starts.tolist() == [*range(7)] and first.most == 4 and first.channels is None
@@ -174,18 +168,24 @@ def test_steps_that_are_replayed_have_the_same_tensors():
 
 
 def test_of_a_share_the_longest_request_decides_how_wide_graphs_are():
-    sparse = replayed("quest:budget=50%").round(generated(60, 16)).sparse
+    sparse = replayed("quest:budget=50%:page=8").round(generated(60, 16)).sparse
     assert sparse.counts.tolist() == [3, 2] and sparse.most == WIDTH // 2
-    channels = replayed("hsa:budget=40").round(generated(101, 16)).sparse.channels
-    assert channels.tolist() == [
-        page_budget(parse_plan("hsa:budget=40").read, end, 16, PAGE).channels for end in (101, 16)
-    ]
+    # Read whole up to the budget: more pages than are read of any longer request.
+    assert replayed("quest:budget=60").round(generated(60, 61)).sparse.counts.tolist() == [8, 3]
+    assert replayed("quest:budget=60").round(generated(61)).sparse.most == 8
+
+
+def test_key_channels_of_each_request_are_told_where_one_has_not_all():
+    assert replayed("hsa:budget=16").round(generated(101, 16)).sparse.channels is None
+    sparse = replayed("hsa:budget=16", longest=100 * PAGE).round(generated(500, 16)).sparse
+    # Of 16 channels 16 * 8 * 16 / 500.
+    assert sparse.channels.tolist() == [4, 16] and sparse.counts.tolist() == [2, 2]
 
 
 def test_layers_that_read_everything_are_replayed_too():
     common = generated(101, 11, 0)
     assert replayed("quest:budget=32").round(common).whole is None
-    whole = replayed("quest:budget=32:skip_layers=1", all_sparse=False).round(common).whole
+    whole = replayed("quest:budget=32:skip_layers=1").round(common).whole
     assert whole.lengths is common.seq_lens and whole.table is common.block_table_tensor
     assert whole.starts is common.query_start_loc and whole.longest == (1, WIDTH * PAGE)
 
@@ -206,14 +206,12 @@ def test_a_step_that_is_replayed_does_not_wait_for_the_device(text):
     common.block_table_tensor, common.seq_lens = common.block_table_tensor.to(away), common.seq_lens.to(away)
     steps = replayed(text, moved=lambda tensor: tensor.to(away))
     sparse = steps.round(common).sparse
-    reader = parse_plan(text).read
+    reading = PageReading(kvsieve.plan(text).read, PAGE, DIM, 2)
     keys = torch.zeros(3, 2, 16, device=away)
-    bounds = PageBounds(500, 2, 16, PAGE, keys, parts=parts_of(reader, PAGE), means=by_means(reader))
+    bounds = PageBounds(500, 2, 16, PAGE, keys, parts=reading.parts, means=reading.reader.means)
     bounds.update(keys, torch.zeros(3, dtype=torch.int64, device=away))
     query = torch.zeros(3, 2, 2, 16, device=away)
-    asked = (
-        question_of_means(query, 0.25, bounds.page) if by_means(reader) else question_of(query, 0.25, sparse.channels)
-    )
+    asked = reading.reader.question(query, 0.25, bounds.page, sparse.channels)
     numbers = sparse.sizes, sparse.counts, sparse.most
     chosen = choose_pages(bounds.table, asked, sparse.table, *numbers, PAGE, bounds.parts)
     assert chosen.shape == (3, 2, sparse.most) and chosen.dtype == torch.int32

@@ -6,16 +6,16 @@ import random
 
 import pytest
 
+import kvsieve
 from kvsieve.errors import PlanError
-from kvsieve.vllm.options import parse_plan
-from kvsieve.vllm.retention import BlockRetention
-from kvsieve.vllm.rounds import ScheduledTokens, joined, rounds_of
+from kvsieve_vllm.retention import BlockRetention
+from kvsieve_vllm.rounds import ScheduledTokens, joined, rounds_of
 
 BLOCK = 8
 
 
 def retention(text: str, block: int = BLOCK, **given) -> BlockRetention:
-    return BlockRetention(parse_plan(text).evict, block, **given)
+    return BlockRetention(kvsieve.plan(text).evict, block, **given)
 
 
 def test_whole_blocks_fill_the_budget_with_the_last_one():

@@ -8,12 +8,13 @@ import json
 import pytest
 from transformers import LlamaConfig
 
+import kvsieve
 from kvsieve.errors import PlanError, UnsupportedOptionError
-from kvsieve.vllm.carried import check_carried
-from kvsieve.vllm.engine import EngineFacts, check_engine, needs_no_prefix_caching, settle
-from kvsieve.vllm.options import EngineOptions, parse_plan
+from kvsieve_vllm.carried import check_carried
+from kvsieve_vllm.engine import REFUSED, EngineFacts, check_engine, needs_no_prefix_caching, settle
+from kvsieve_vllm.options import EngineOptions
 
-FACTS = EngineFacts(version="0.32.0", device="cpu", block_size=32)
+FACTS = EngineFacts(version="0.32.0", device="cpu", block_size=32, num_layers=4)
 
 
 def options(text: str) -> EngineOptions:
@@ -34,11 +35,11 @@ def test_without_options_there_is_no_plan(nothing):
 
 
 def test_a_plan_is_given_as_text_in_a_dict_or_in_the_environment(monkeypatch):
-    plan = parse_plan("quest:budget=256")
+    plan = kvsieve.plan("quest:budget=256")
     assert options("quest:budget=256").plan == plan
     assert EngineOptions.given({"kvsieve": {"plan": "quest:budget=256", "self_test": True}}).self_test
     monkeypatch.setenv("KVSIEVE_VLLM_PLAN", "hsa:budget=128")
-    assert EngineOptions.given({}).plan == parse_plan("hsa:budget=128")
+    assert EngineOptions.given({}).plan == kvsieve.plan("hsa:budget=128")
     assert options("quest:budget=256").plan == plan
 
 
@@ -47,7 +48,7 @@ def test_a_plan_is_given_as_text_in_a_dict_or_in_the_environment(monkeypatch):
     [
         (3, "takes a plan such as"),
         ({"plan": "quest", "pages": 8}, "takes a plan such as"),
-        ("quest,hsa", "one plan"),
+        ("quest,hsa", "one method"),
         ("qest", "quest"),
         ("quest:bugdet=8", "budget"),
     ],
@@ -73,7 +74,7 @@ def test_options_that_cannot_be_read_are_refused(given, told):
     ],
 )
 def test_carried_plans(text):
-    check_carried(parse_plan(text))
+    check_carried(kvsieve.plan(text))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_carried_plans(text):
 )
 def test_plans_that_are_not_carried_are_refused_with_the_reason(text, reason):
     with pytest.raises(PlanError, match=reason) as raised:
-        check_carried(parse_plan(text))
+        check_carried(kvsieve.plan(text))
     assert "kvsieve serve" in str(raised.value)
 
 
@@ -109,15 +110,8 @@ def test_plans_that_are_not_carried_are_refused_with_the_reason(text, reason):
     [
         ({"version": "0.33.1"}, "install vllm==0.32.0"),
         ({"device": "rocm"}, "attention on rocm"),
-        ({"speculative": True}, "speculative decoding"),
-        ({"kv_transfer": True}, "KV connector"),
-        ({"context_parallel": True}, "context parallelism"),
         ({"kv_cache_dtype": "fp8"}, "fp8"),
-        ({"latent": True}, "latent attention"),
-        ({"generates": False}, "no decoder"),
-        ({"second_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
-        ({"microbatches": True}, "--enable-dbo"),
-        ({"bidirectional": True}, "attend to later ones"),
+        *(({"refused": {name}}, reason) for name, reason in REFUSED.items()),
     ],
 )
 def test_engines_that_a_plan_does_not_go_with_are_refused(changed, reason):
@@ -142,10 +136,17 @@ def test_another_version_can_be_tried(monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [("quest:budget=256:page=12", "pages of 12"), ("quest:budget=48", "budget= to 64"), ("hsa:budget=64", "128")],
+    [
+        ("quest:budget=256:page=12", "pages of 12"),
+        ("quest:budget=48", "reads 24 entries exactly, .* until it reads 64"),
+        ("quest:budget=48:page=16", "reads 48 entries exactly"),
+        ("hsa:budget=64:skip_layers=1", "reads 32 entries exactly"),
+        ("quest:budget=5%:floor=0:page=32", "does not fit the budget of 16"),
+    ],
 )
 def test_pages_are_the_engines_blocks(text, told):
-    check_engine(options("quest:budget=256:page=32"), FACTS)
+    for fine in ("quest:budget=256:page=32", "quest:budget=128", "hsa:budget=16:skip_layers=4"):
+        check_engine(options(fine), FACTS)
     with pytest.raises(PlanError, match=told):
         check_engine(options(text), FACTS)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+import kvsieve
 from kvsieve.errors import CacheStateError
-from kvsieve.vllm.options import parse_plan
-from kvsieve.vllm.packing import EvictorStates, LayerFacts, ObservedQueries, Offered, choose_entries
+from kvsieve_vllm.packing import EvictorStates, LayerFacts, ObservedQueries, Offered, choose_entries
 
 HEADS, QUERY_HEADS, DIM = 2, 4, 16
 FACTS = LayerFacts(layer_idx=1, num_layers=4, scale=0.25)
@@ -24,22 +24,22 @@ def layer(size: int):
 )
 def test_chosen_are_so_many_of_each_head_and_the_tail_stays_where_it_is(text):
     query, keys, values = layer(203)
-    chosen = choose_entries(parse_plan(text).evict, FACTS, Offered(query, keys, values), 64, 3)
+    chosen = choose_entries(kvsieve.plan(text).evict, FACTS, Offered(query, keys, values), 64, 3)
     assert chosen.shape == (HEADS, 64) and (chosen.diff(dim=1) > 0).all() and int(chosen.max()) < 200
 
 
 def test_scores_are_the_evictors_own():
     query, keys, values = layer(200)
-    chosen = choose_entries(parse_plan("knorm").evict, FACTS, Offered(query, keys, values), 64, 0)
+    chosen = choose_entries(kvsieve.plan("knorm").evict, FACTS, Offered(query, keys, values), 64, 0)
     assert chosen.equal(keys.norm(dim=-1).topk(64, largest=False).indices.sort().values)
-    first_and_last = choose_entries(parse_plan("streamingllm").evict, FACTS, Offered(query, keys, values), 64, 8)
+    first_and_last = choose_entries(kvsieve.plan("streamingllm").evict, FACTS, Offered(query, keys, values), 64, 8)
     assert first_and_last[0].tolist() == [0, 1, 2, 3, *range(132, 192)]
 
 
 def test_an_evictor_that_chooses_another_number_is_found_out():
     query, keys, values = layer(40)
     with pytest.raises(CacheStateError, match="gave None"):
-        choose_entries(parse_plan("knorm").evict, FACTS, Offered(query, keys, values), 40, 0)
+        choose_entries(kvsieve.plan("knorm").evict, FACTS, Offered(query, keys, values), 40, 0)
 
 
 def test_queries_of_the_end_are_there_however_a_request_is_cut():
@@ -82,7 +82,7 @@ def test_a_state_lasts_from_a_prompts_end_on():
 
 def test_lagkv_goes_on_from_the_scores_that_it_gave():
     """Two partitions more: what stays is what an evictor chooses that has seen the request all along."""
-    evict, state = parse_plan("lagkv:lag=16:sinks=16:budget=64").evict, {}
+    evict, state = kvsieve.plan("lagkv:lag=16:sinks=16:budget=64").evict, {}
     query, keys, values = layer(224)
     chosen = choose_entries(evict, FACTS, Offered(query, keys[:, :192], values[:, :192], state), 64, 0)
     assert state["judged"].sum() == 64 - 16 - 16

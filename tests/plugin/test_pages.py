@@ -5,24 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvsieve.core.kv_rows import KVRows
-from kvsieve.errors import PlanError
+from kvsieve.core.kv_rows import KVRows, ReadFacts
 from kvsieve.kernels.cpu import pages as compiled
 from kvsieve.methods.hsa import HSA
 from kvsieve.methods.quest import Quest
 from kvsieve.methods.readers import Setting
 from kvsieve.types import AttentionQueries
-from kvsieve.vllm import pages
-from kvsieve.vllm.pages import (
-    PageBounds,
-    PageBudget,
-    check_page,
-    choose_pages,
-    page_budget,
-    question_of,
-    question_of_means,
-    reads_layer,
-)
+from kvsieve_vllm import pages
+from kvsieve_vllm.pages import PageBounds, choose_pages
+from kvsieve_vllm.reading import PageReading, PagesRead
 
 PAGE, HEADS, GROUPS, DIM = 8, 2, 3, 16
 NO_C = "the C kernels are not there"
@@ -107,18 +98,21 @@ def chosen_pages(sizes: list[int], counts: list[int], question: torch.Tensor, ta
     return out
 
 
-@pytest.mark.parametrize("reader", [Quest(budget=32, page=PAGE), HSA(budget=32)], ids=["quest", "hsa"])
-def test_pages_are_those_whose_entries_kvsieves_own_readers_read(way, reader):
-    sizes, counts, channels = [96, 93], [4, 3], 5
+@pytest.mark.parametrize(
+    ("reader", "channels"),
+    [(Quest(budget=32, page=PAGE), None), (HSA(budget=32), None), (HSA(budget=32), DIM), (HSA(budget=32), 5)],
+)
+def test_pages_are_those_whose_entries_kvsieves_own_readers_read(way, reader, channels):
+    sizes, counts = [96, 93], [4, 3]
     keys, table, bounds = filled(sizes)
     query = torch.randn(2, HEADS, GROUPS, DIM)
-    asked = None if isinstance(reader, Quest) else torch.tensor([channels] * 2)
-    found = chosen_pages(sizes, counts, question_of(query, 0.25, asked), table, bounds)
+    asked = None if channels is None else torch.tensor([channels] * 2)
+    found = chosen_pages(sizes, counts, reader.question(query, 0.25, PAGE, asked), table, bounds)
     for own, asking, pages_read, size, count in zip(keys, query, found, sizes, counts, strict=True):
         rows = own.transpose(0, 1).reshape(-1, DIM)
         kv_rows = KVRows(rows, rows, None, torch.arange(HEADS) * size, 1, size)
         # As many entries as the pages have; the newest page's, of which these readers take only some, are left out.
-        setting = Setting(size, count * PAGE, PAGE, channels)
+        setting = Setting(size, count * PAGE, PAGE, channels or DIM)
         entries = reader.choose(AttentionQueries(asking, 0.25), kv_rows, {}, setting).entries
         newest = (size - 1) // PAGE
         for read, expected in zip(pages_read, entries, strict=True):
@@ -133,7 +127,7 @@ def test_a_page_weighs_what_the_best_of_its_parts_does(way, parts, means):
     sizes, counts, small = [96, 91], [4, 3], PAGE // parts
     keys, table, bounds = filled(sizes, parts=parts, means=means)
     query = torch.randn(2, HEADS, GROUPS, DIM)
-    question = question_of_means(query, 0.5, small) if means else question_of(query, 0.5, None)
+    question = Quest(budget=64, means=means).question(query, 0.5, small, None)
     found = chosen_pages(sizes, counts, question, table, bounds)
     for own, asking, pages_read, size, count in zip(keys, query, found, sizes, counts, strict=True):
         for head, read in enumerate(pages_read):
@@ -163,7 +157,7 @@ def test_sizes_that_the_compiler_knows_choose_what_torch_does(monkeypatch, means
     bounds = PageBounds(61, HEADS, dim, PAGE, torch.zeros(1, dtype=dtype), parts=parts, means=means)
     bounds.update(torch.randn(60 * PAGE, HEADS, dim).to(dtype), torch.arange(60 * PAGE) + PAGE)
     query = torch.randn(2, HEADS, GROUPS, dim)
-    question = question_of_means(query, 0.2, bounds.page) if means else question_of(query, 0.2, None)
+    question = Quest(budget=64, means=means).question(query, 0.2, bounds.page, None)
     table = (torch.randperm(60) + 1).view(2, 30).to(torch.int32)
     given = bounds.table, question, table, sizes, torch.tensor([6, 5], dtype=torch.int32), 6, PAGE, parts
     in_c = choose_pages(*given)
@@ -175,27 +169,47 @@ def test_sizes_that_the_compiler_knows_choose_what_torch_does(monkeypatch, means
 def test_a_short_request_reads_all_its_pages(way):
     sizes, counts = [96, 13], [3, 9]
     _, table, bounds = filled(sizes)
-    question = question_of(torch.randn(2, HEADS, GROUPS, DIM), 1.0, None)
+    question = Quest(budget=64).question(torch.randn(2, HEADS, GROUPS, DIM), 1.0, PAGE, None)
     found = chosen_pages(sizes, counts, question, table, bounds)
     assert [len(head) for head in found[0]] == [3, 3] and found[1] == [[0, 1], [0, 1]]
 
 
 def test_a_budget_in_pages():
-    assert page_budget(Quest(budget=256), 8000, 64, 32) == PageBudget(8)
-    assert page_budget(Quest(budget="10%"), 8000, 64, 32) == PageBudget(25)
-    assert page_budget(HSA(budget=512), 8192, 64, 32) == PageBudget(8, 0)
-    assert page_budget(HSA(budget=512), 65536, 64, 32) == PageBudget(8, 16)
-    assert page_budget(HSA(budget="1%"), 500, 64, 32).pages == 2
+    def read(reader, length):
+        return PageReading(reader, 32, 64, 1).read(length, length)
+
+    assert read(Quest(budget=256), 8000) == PagesRead(4, 4 * 32, 64)
+    assert read(Quest(budget=256, page=32), 8001) == PagesRead(8, 7 * 32 + 1, 64)
+    assert read(Quest(budget="10%", page=4), 8000).pages == 25
+    assert read(HSA(budget=512), 8192) == PagesRead(8, 8 * 32, 64)
+    assert read(HSA(budget=512), 65536) == PagesRead(8, 8 * 32, 16)
+    assert read(HSA(budget="1%"), 500).pages == 2
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        *(Quest(budget=256), Quest(budget=256, page=16), Quest(budget="10%"), Quest(budget="10%", page=16, means=True)),
+        *(HSA(budget=512), HSA(budget="5%"), HSA(budget=256, after_eviction=True)),
+    ],
+)
+def test_a_plan_reads_as_many_entries_as_in_the_library(reader):
+    """Exactly read are as many as whole pages hold of them, and what is read whole there is read whole here."""
+    reading = PageReading(reader, 32, 64, 2)
+    for length in (1, 40, 255, 256, 257, 511, 512, 513, 5000, 40000):
+        setting, read = reader.setting(ReadFacts(1, 2, length, 0, 64)), reading.read(length, length)
+        if reader.reads_all(setting, length):
+            assert read.entries == length
+        else:
+            assert read.pages == max(setting.count // 32, 2)
+            assert read.channels == (64 if isinstance(reader, Quest) else reader.parameters(
+                setting.tokens, ReadFacts(1, 2, length, 0, 64, 32)).channels)  # fmt: skip
 
 
 def test_layers_that_read_everything():
-    assert [reads_layer(Quest(budget=64, skip_layers=2), layer, 4) for layer in range(4)] == [False, False, True, True]
-    assert [reads_layer(Quest(budget=64, skip_layers=(0, -1)), layer, 4) for layer in range(4)] == [
-        False,
-        True,
-        True,
-        False,
-    ]
+    assert PageReading(Quest(budget=64, skip_layers=2), 32, 64, 4).layers == (2, 3)
+    some = PageReading(Quest(budget=64, skip_layers=(0, -1)), 32, 64, 4)
+    assert some.layers == (1, 2) and not some.everywhere and PageReading(Quest(budget=64), 32, 64, 4).everywhere
 
 
 def test_sums_of_packed_pages(way):
@@ -205,13 +219,6 @@ def test_sums_of_packed_pages(way):
     places = [2 * page + part for page in table[0, :2].tolist() for part in (0, 1)]
     for place, part in zip(places, keys.split(PAGE // 2, 1), strict=True):
         torch.testing.assert_close(bounds.table[place, :, 0], part.sum(1))
-
-
-def test_a_reader_whose_pages_do_not_divide_the_engines_is_refused():
-    check_page(Quest(budget=256, page=8), 32)
-    for page in (12, 64):
-        with pytest.raises(PlanError, match=f"blocks of 32 entries cannot be divided into pages of {page}"):
-            check_page(Quest(budget=256, page=page), 32)
 
 
 def test_bounds_of_packed_pages(way):

@@ -96,14 +96,13 @@ def answers_on_transformers(
     from transformers import AutoModelForCausalLM
 
     import kvsieve
-    from kvsieve.vllm.options import parse_plan
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     # vLLM does not stop at it either.
     model.generation_config.eos_token_id = None
     found = []
     for ids in prompts:
-        with kvsieve.attach(model, parse_plan(plan)) as sieve:
+        with kvsieve.attach(model, kvsieve.plan(plan)) as sieve:
             out = sieve.generate(torch.tensor([ids]), max_new_tokens=tokens, do_sample=False)
             assert out.stats.kv_entries == entries
             found.append(tuple(out.sequences[0, len(ids) :].tolist()))

@@ -1,14 +1,16 @@
-"""The modules of src/kvsieve as syntax trees, for the tests of its layout."""
+"""The modules of src/kvsieve and of plugins/vllm as syntax trees, for the tests of their layout."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import os
 from pathlib import Path
 
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "kvsieve"
+PLUGIN = SOURCE.parents[1] / "plugins" / "vllm" / "kvsieve_vllm"
 # A source distribution has neither committed results nor pictures.
 HAS_RESULTS = (SOURCE.parents[1] / "benchmarks" / "results").is_dir()
 needs_results = pytest.mark.skipif(not HAS_RESULTS, reason="committed results are in the repository only")
@@ -18,16 +20,16 @@ needs_results = pytest.mark.skipif(not HAS_RESULTS, reason="committed results ar
 def modules() -> dict[str, tuple[str, ast.Module]]:
     """Full name -> file relative to src/kvsieve and syntax tree; a package has the name of its folder."""
     found = {}
-    for file in sorted(SOURCE.rglob("*.py")):
-        place = file.relative_to(SOURCE)
-        name = ".".join(("kvsieve", *place.with_suffix("").parts)).removesuffix(".__init__")
-        found[name] = str(place), ast.parse(file.read_text(encoding="utf-8"))
+    for file in sorted((*SOURCE.rglob("*.py"), *PLUGIN.rglob("*.py"))):
+        root = PLUGIN if file.is_relative_to(PLUGIN) else SOURCE
+        name = ".".join(file.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__")
+        found[name] = os.path.relpath(file, SOURCE), ast.parse(file.read_text(encoding="utf-8"))
     return found
 
 
 @functools.cache
 def imports() -> dict[str, frozenset[str]]:
-    """Module -> modules of kvsieve that it imports: annotation-only (TYPE_CHECKING) and late imports count."""
+    """Module -> modules of these that it imports: annotation-only (TYPE_CHECKING) and late imports count."""
     known = modules()
     found = {}
     for name, (_, tree) in known.items():

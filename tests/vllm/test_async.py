@@ -19,7 +19,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `make test-vllm` make
 @pytest.fixture
 def asynchronous(monkeypatch):
     """Schedule asynchronously, which vLLM switches off on CPUs."""
-    from kvsieve.vllm import plugin
+    from kvsieve_vllm import plugin
 
     configure = plugin.configure
 

@@ -90,7 +90,7 @@ def test_preemption_changes_nothing(engine, plan):
     assert [each.tokens for each in tight] == [each.tokens for each in free]
 
 
-@pytest.mark.parametrize("plan", [f"{PLANS[0]}:every=12", PLANS[5], REPEATED[0], "quest:budget=96"])
+@pytest.mark.parametrize("plan", [f"{PLANS[0]}:every=12", PLANS[5], REPEATED[0], "quest:budget=96:page=32"])
 def test_preemption_at_every_place(engine, plan):
     """Requests are put back by force, again and again: while their prompts are read, at their ends, and behind them."""
     prompts = prompts_of([300, 140, 257], seed=7)

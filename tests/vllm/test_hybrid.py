@@ -69,10 +69,10 @@ def test_all_pages_read_is_dense_attention(hybrids, wide):
     prompts = prompts_of(LENGTHS)
     with hybrids(None, wide, max_num_batched_tokens=128) as llm:
         dense = answers(llm, prompts)
-    with hybrids("quest:budget=128", wide, self_test=True, max_num_batched_tokens=128) as llm:
+    with hybrids("quest:budget=128:page=32", wide, self_test=True, max_num_batched_tokens=128) as llm:
         assert llm.llm_engine.vllm_config.cache_config.block_size == 2 * BLOCK
         assert_alike(answers(llm, prompts), dense)
-    with hybrids("quest:budget=128", wide) as llm:
+    with hybrids("quest:budget=128:page=32", wide) as llm:
         assert differ(answers(llm, prompts), dense)
 
 
@@ -98,7 +98,7 @@ def test_entries_are_those_that_kvsieve_keeps_on_transformers(hybrids, hybrid, p
 def test_blocks_of_attention_go_back_and_states_stay(hybrids, hybrid):
     from vllm import SamplingParams
 
-    from kvsieve.vllm.blocks import RetainedManager
+    from kvsieve_vllm.blocks import RetainedManager
 
     (prompt,) = prompts_of([320])
     with hybrids("snapkv:budget=96:window=16", hybrid) as llm:
@@ -156,7 +156,7 @@ def test_preemption_at_every_place(hybrids, hybrid, plan):
 @pytest.mark.slow
 def test_prefix_caching_is_switched_off_for_eviction_and_stays_for_reading(hybrids, hybrid, caplog_vllm):
     (prompt,) = prompts_of([400])
-    for plan, cached in (("snapkv:budget=96:window=16", False), ("quest:budget=96", True)):
+    for plan, cached in (("snapkv:budget=96:window=16", False), ("quest:budget=96:page=32", True)):
         with hybrids(plan, hybrid, enable_prefix_caching=True) as llm:
             first, second = (answers(llm, [prompt])[0] for _ in range(2))
             cache = llm.llm_engine.vllm_config.cache_config
@@ -168,7 +168,7 @@ def test_prefix_caching_is_switched_off_for_eviction_and_stays_for_reading(hybri
 
 @pytest.mark.parametrize(
     ("plan", "told"),
-    [("snapkv:budget=48:window=16", "budget= to 64"), ("quest:budget=96", "budget= to 128")],
+    [("snapkv:budget=48:window=16", "budget= to 64"), ("quest:budget=96:page=32", "until it reads 128")],
 )
 def test_a_budget_that_no_block_fits_into_stops_the_start(hybrids, wide, plan, told):
     from kvsieve.errors import PlanError

@@ -39,7 +39,7 @@ def stored(dtype: torch.dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_entries_are_read_from_pages_and_put_there(dtype):
-    from kvsieve.vllm.cpu_pages import page_layout
+    from kvsieve_vllm.cpu_pages import page_layout
 
     cache, pages, keys, values = stored(dtype)
     layout = page_layout(isa_of(dtype), PAGE, DIM, dtype)

@@ -18,7 +18,7 @@ EVICT = "snapkv:budget=96:window=16:kernel=7"
 @pytest.fixture
 def ours(monkeypatch):
     """Let chunks of 24 tokens and more go to kvsieve's attention; lists [new tokens, entries] of each call."""
-    from kvsieve.vllm import attention, cpu_backend
+    from kvsieve_vllm import attention, cpu_backend
 
     calls, attend = [], attention.attend
 
@@ -45,7 +45,7 @@ def test_whole_prompts_and_chunks_are_read_as_vllm_reads_them(engine, ours, plan
 
 def test_what_is_evicted_and_read_again_after_preemptions_is_the_same(engine, ours, monkeypatch):
     """Answers that are read again have an eviction before them, and are long enough here, too."""
-    from kvsieve.vllm import cpu_backend
+    from kvsieve_vllm import cpu_backend
 
     prompts = prompts_of([300, 140, 257], seed=7)
     with engine(EVICT, enable_prefix_caching=False, max_num_batched_tokens=90) as llm:

@@ -9,13 +9,13 @@ from engines_of_vllm import answers, assert_alike, differ, metric, prompts_of
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-vllm` makes an environment that has it")
 
 LENGTHS = [40, 300, 129, 512, 7]
-PLANS = ["quest:budget=96", "quest:budget=96:page=8:means=true"]
+PLANS = ["quest:budget=96:page=32", "quest:budget=96:page=8:means=true"]
 
 
 @pytest.fixture
 def sparse_rows(monkeypatch):
     """Count the rows that were read sparsely."""
-    from kvsieve.vllm.cpu_backend import SieveCPUAttention
+    from kvsieve_vllm.cpu_backend import SieveCPUAttention
 
     rows, read = [], SieveCPUAttention._read_sparsely
 
@@ -36,7 +36,7 @@ def test_without_a_plan_vllm_is_as_it_was(engine):
         assert [type(layer.impl) for layer in layers] == [CPUAttentionBackendImpl] * 3
 
 
-@pytest.mark.parametrize("plan", ["quest:budget=64", "quest:budget=64:page=8:means=true", "hsa:budget=128"])
+@pytest.mark.parametrize("plan", ["quest:budget=64:page=32", "quest:budget=64:page=8:means=true", "hsa:budget=128"])
 @pytest.mark.parametrize("batched", [64, 1024])
 def test_all_pages_read_is_dense_attention(engine, sparse_rows, plan, batched):
     prompts = prompts_of(LENGTHS)
@@ -54,7 +54,7 @@ def test_a_budget_reads_fewer_pages_of_long_requests_only(engine, sparse_rows):
     prompts = prompts_of([600, 40])
     with engine(None) as llm:
         dense = answers(llm, prompts)
-    with engine("quest:budget=64:skip_layers=1") as llm:
+    with engine("quest:budget=64:page=32:skip_layers=1") as llm:
         sparse = answers(llm, prompts)
     assert sum(sparse_rows) == 2 * 2 * 23
     assert differ(sparse[:1], dense[:1])

@@ -48,7 +48,7 @@ def in_torch(monkeypatch):
     """The backend for GPUs in place of the one for CPUs, its two kernels in torch; counts the calls."""
     from vllm.v1.attention.backends import triton_attn
 
-    from kvsieve.vllm import pages, plugin
+    from kvsieve_vllm import pages, plugin
 
     calls = []
 
@@ -91,10 +91,10 @@ def interpreted_kernel(in_torch, monkeypatch):
 
 def of_cpus(engine, monkeypatch, plan: str | None, prompts, tokens: int = 24, **options):
     """Answers of the backend for CPUs."""
-    from kvsieve.vllm import plugin
+    from kvsieve_vllm import plugin
 
     with monkeypatch.context() as other:
-        other.setitem(plugin.BACKENDS, "CPU_ATTN", "kvsieve.vllm.cpu_backend.SieveCPUBackend")
+        other.setitem(plugin.BACKENDS, "CPU_ATTN", "kvsieve_vllm.cpu_backend.SieveCPUBackend")
         with engine(plan, **options) as llm:
             return answers(llm, prompts, tokens)
 
@@ -104,7 +104,7 @@ def of_cpus(engine, monkeypatch, plan: str | None, prompts, tokens: int = 24, **
 def test_all_pages_read_is_dense_attention(engine, monkeypatch, in_torch, batched):
     prompts = prompts_of(LENGTHS)
     dense = of_cpus(engine, monkeypatch, None, prompts, max_num_batched_tokens=batched)
-    with engine("quest:budget=64", self_test=True, max_num_batched_tokens=batched) as llm:
+    with engine("quest:budget=64:page=32", self_test=True, max_num_batched_tokens=batched) as llm:
         assert_alike(answers(llm, prompts), dense)
     # Both KV heads of each request are requests of their own while decoding.
     assert in_torch.count(2 * len(prompts)) >= 3
@@ -114,7 +114,7 @@ def test_all_pages_read_is_dense_attention(engine, monkeypatch, in_torch, batche
     "plan",
     [
         "rocketkv:budget=128:window=16",
-        "quest:budget=96:skip_layers=1",
+        "quest:budget=96:page=32:skip_layers=1",
         "quest:budget=96:page=8:means=true",
         "snapkv:budget=96:window=16:kernel=7:every=12",
         "hsa:budget=128",
@@ -143,8 +143,8 @@ def test_everything_packed_in_reverse_is_dense_attention(engine, monkeypatch, in
 def test_vllms_kernel_itself_reads_heads_of_pages(engine, monkeypatch, interpreted_kernel):
     """Few tokens: the interpreter takes milliseconds for what one program of the kernel does."""
     prompts = prompts_of([70, 20])
-    expected = of_cpus(engine, monkeypatch, "quest:budget=64", prompts, 3)
-    with engine("quest:budget=64") as llm:
+    expected = of_cpus(engine, monkeypatch, "quest:budget=64:page=32", prompts, 3)
+    with engine("quest:budget=64:page=32") as llm:
         assert_alike(answers(llm, prompts, 3), expected)
     assert interpreted_kernel
 
@@ -155,7 +155,7 @@ def test_on_a_gpu_the_backend_is_ours(monkeypatch):
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from kvsieve.errors import UnsupportedOptionError
-    from kvsieve.vllm import plugin
+    from kvsieve_vllm import plugin
 
     class Platform:
         device_type = "cuda"
@@ -174,7 +174,7 @@ def test_on_a_gpu_the_backend_is_ours(monkeypatch):
     assert Platform.get_attn_backend_cls(None) == AttentionBackendEnum.FLASH_ATTN.get_path()
     given["kvsieve"] = "quest:budget=256"
     for chosen in (None, AttentionBackendEnum.TRITON_ATTN):
-        assert Platform.get_attn_backend_cls(chosen) == "kvsieve.vllm.triton_backend.SieveTritonBackend"
+        assert Platform.get_attn_backend_cls(chosen) == "kvsieve_vllm.triton_backend.SieveTritonBackend"
     with pytest.raises(UnsupportedOptionError, match="--attention-backend"):
         Platform.get_attn_backend_cls(AttentionBackendEnum.FLASH_ATTN)
 
@@ -183,7 +183,7 @@ def test_vllm_lets_it_serve_models_of_full_attention():
     from vllm.platforms.interface import DeviceCapability
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-    from kvsieve.vllm.triton_backend import SieveTritonBackend
+    from kvsieve_vllm.triton_backend import SieveTritonBackend
 
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         asked = AttentionSelectorConfig(128, dtype, "auto", 32, use_rswa=True)
@@ -201,7 +201,7 @@ def replayed(in_torch, monkeypatch):
     """
     from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
 
-    from kvsieve.vllm.graphs import ReplayedSteps
+    from kvsieve_vllm.graphs import ReplayedSteps
 
     made, steps, begin, again = {}, [], TritonAttentionMetadataBuilder.__init__, ReplayedSteps.round
 
@@ -225,7 +225,7 @@ def replayed(in_torch, monkeypatch):
 @pytest.mark.parametrize(
     "plan",
     [
-        "quest:budget=96:skip_layers=1",
+        "quest:budget=96:page=32:skip_layers=1",
         pytest.param("quest:budget=30%:page=8:means=true", marks=pytest.mark.slow),
         pytest.param("hsa:budget=128", marks=pytest.mark.slow),
     ],
@@ -244,8 +244,8 @@ def test_steps_that_are_replayed_read_what_others_read(engine, monkeypatch, repl
 def test_a_prompts_last_token_is_not_replayed(engine, monkeypatch, replayed):
     (prompt,) = prompts_of([301])
     options = {"max_num_batched_tokens": 300, "enable_prefix_caching": False}
-    expected = of_cpus(engine, monkeypatch, "quest:budget=64", [prompt], 8, **options)
-    with engine("quest:budget=64", **options) as llm:
+    expected = of_cpus(engine, monkeypatch, "quest:budget=64:page=32", [prompt], 8, **options)
+    with engine("quest:budget=64:page=32", **options) as llm:
         assert_alike(answers(llm, [prompt], 8), expected)
     assert replayed == [1] * 7
 
@@ -254,8 +254,8 @@ def test_generated_tokens_are_in_cuda_graphs_unless_something_is_evicted(caplog_
     from vllm.config import CUDAGraphMode
     from vllm.v1.attention.backend import AttentionCGSupport
 
-    from kvsieve.vllm.plugin import settle_graphs
-    from kvsieve.vllm.triton_backend import SieveTritonBuilder
+    from kvsieve_vllm.plugin import settle_graphs
+    from kvsieve_vllm.triton_backend import SieveTritonBuilder
 
     for plan, support in (
         ("quest:budget=256", "UNIFORM_SINGLE_TOKEN_DECODE"), ("hsa:budget=256", "UNIFORM_SINGLE_TOKEN_DECODE"),
@@ -277,7 +277,7 @@ def test_generated_tokens_are_in_cuda_graphs_unless_something_is_evicted(caplog_
 
 
 def test_a_batch_in_which_a_prompt_ends_is_told_not_to_be_of_generated_tokens():
-    from kvsieve.vllm.graphs import _prompts_aside
+    from kvsieve_vllm.graphs import _prompts_aside
 
     determine = _prompts_aside(lambda self, **given: given)
     for plan, computed, uniform in (

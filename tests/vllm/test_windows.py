@@ -32,7 +32,7 @@ def test_of_a_model_with_windows_the_other_layers_are_read_and_packed(engine, wi
     prompts = prompts_of([40, 300, 129, 512, 7])
     with engine(None, model=windowed) as llm:
         dense = answers(llm, prompts)
-    with engine("quest:budget=64", model=windowed, self_test=True) as llm:
+    with engine("quest:budget=64:page=32", model=windowed, self_test=True) as llm:
         assert_alike(answers(llm, prompts), dense)
     with engine("snapkv:budget=10%", model=windowed, self_test=True) as llm:
         assert_alike(answers(llm, prompts), dense)

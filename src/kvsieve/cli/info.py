@@ -31,7 +31,6 @@ _EXTRAS = {
     "prometheus_client": ("serve",),
     "greenlet": ("serve",),
     "httpx": ("serve",),
-    "vllm": ("vllm",),
     "ray": ("ray",),
     "mkdocs-material": ("docs",),
     "mkdocstrings": ("docs",),

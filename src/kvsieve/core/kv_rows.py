@@ -182,6 +182,7 @@ class ReadFacts:
         length: tokens of the conversation without padding, at the end of the turn's prompt.
         new_tokens: tokens expected after the prompt, 0 if unknown.
         dim: D, the size of a key.
+        page: entries of an engine's pages, of which whole ones are read; None where any entries can be.
     """
 
     layer_idx: int
@@ -189,6 +190,7 @@ class ReadFacts:
     length: int
     new_tokens: int
     dim: int
+    page: int | None = None
 
 
 @dataclass

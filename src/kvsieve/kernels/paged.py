@@ -183,7 +183,7 @@ def paged_choice_kernel(
 def paged_choice(
     scores: Tensor, table: Tensor, sizes: Tensor, counts: Tensor, most: int, page: int, parts: int, sums: bool
 ) -> Tensor:
-    """Choose the pages that each request's KV heads read; see `vllm.pages.choose_pages`.
+    """Choose the pages that each request's KV heads read; see `kvsieve_vllm.pages`.
 
     Args:
         scores: float32 [R, H, G, width * parts], at most `kernels.MOST_PAGES` of them; see `paged_scores`.

@@ -43,7 +43,7 @@ _Facts = list[list[list[int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupedSnapKV(SnapKV, heads="own", query_aware=True):
+class GroupedSnapKV(SnapKV, heads="own", query_aware=True, fixed_counts=True):
     """SnapKV that joins the scores of query heads before pooling them; `max` pooling by default."""
 
     pooling: Pool = "max"

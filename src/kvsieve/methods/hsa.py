@@ -22,10 +22,12 @@ from typing import Any
 from kvsieve.budget import Budget
 from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
 from kvsieve.core.page_recipe import PageRecipe, page_table
-from kvsieve.core.page_weights import entries_of_pages, largest_channels
+from kvsieve.core.page_weights import entries_of_pages, held_part, largest_channels
+from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
+from kvsieve.roles import PagedReader
 from kvsieve.types import AttentionQueries
 
 
@@ -41,18 +43,19 @@ def stored_entries(length: int, new_tokens: int, tokens: int) -> int:
     return max(int(total / ratio**rate), min(2 * new_tokens, total))
 
 
-def hsa_setting(stored: int, tokens: int, dim: int) -> Setting:
-    """P, k1 and k2 for `stored` entries read at a budget of `tokens`."""
+def hsa_setting(stored: int, tokens: int, dim: int, page: int | None = None) -> Setting:
+    """P, k1 and k2 for `stored` entries read at a budget of `tokens`; page: P where it is given."""
     ratio = max(1.0, stored / tokens)
-    # A channel is the least that can be looked at, of so many pages at most.
-    page = max(math.ceil(math.sqrt(ratio)), math.ceil(ratio / dim))
-    page = 1 if page > ratio else page
+    if page is None:
+        # A channel is the least that can be looked at, of so many pages at most.
+        page = max(math.ceil(math.sqrt(ratio)), math.ceil(ratio / dim))
+        page = 1 if page > ratio else page
     channels = min(max(int(dim * page / ratio), 1), dim)
     return Setting(tokens, max(tokens // 2, 1), page, channels)
 
 
 @dataclass(frozen=True, kw_only=True)
-class HSA(BudgetReader, static_shapes=True):
+class HSA(BudgetReader, PagedReader, static_shapes=True):
     """Read the entries that pages' bounds in few channels promise most of.
 
     after_eviction: what is stored is what RocketKV's first stage has left, which P and k1 depend on.
@@ -64,10 +67,20 @@ class HSA(BudgetReader, static_shapes=True):
         stored = facts.length + facts.new_tokens
         if self.after_eviction:
             stored = stored_entries(facts.length, facts.new_tokens, tokens)
-        return hsa_setting(stored, tokens, facts.dim)
+        return hsa_setting(stored, tokens, facts.dim, facts.page)
 
     def recipe(self, setting: Setting) -> PageRecipe | None:
         return PageRecipe(setting.page, setting.count, self.newest, setting.channels)
+
+    def question(self, query: Tensor, scale: float, page: int, channels: Tensor | None) -> Tensor:
+        query = query.float()
+        weights = query * scale
+        if channels is not None:
+            order = query.abs().sum(2).sort(dim=-1, descending=True, stable=True).indices
+            chosen = query * (order.argsort(-1) < channels[:, None, None])[:, :, None]
+            weights = chosen * (scale / held_part(chosen, query).sqrt())
+        is_greatest = (query.sum(2) > 0)[:, :, None]
+        return torch.stack([weights * is_greatest, weights * ~is_greatest], 3)
 
     def choose(self, asked: AttentionQueries, kv_rows: KVRows, state: dict[str, Any], setting: Setting) -> Choice:
         table = page_table(state, setting.page)

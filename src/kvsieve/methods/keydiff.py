@@ -34,7 +34,7 @@ from kvsieve.types import LayerContext, When
     budget="20%",
 )
 @dataclass(frozen=True, kw_only=True)
-class KeyDiff(ScoredEvictor, heads="own", query_aware=False):
+class KeyDiff(ScoredEvictor, heads="own", query_aware=False, fixed_counts=True):
     """Keep the entries whose keys are least like the mean key.
 
     chunks: also after each chunk of a chunked prompt, whose next chunks then attend to what is left.

@@ -28,7 +28,7 @@ from kvsieve.types import LayerContext
     budget="20%",
 )
 @dataclass(frozen=True, kw_only=True)
-class KNorm(ScoredEvictor, heads="own", query_aware=False):
+class KNorm(ScoredEvictor, heads="own", query_aware=False, fixed_counts=True):
     """Keep the entries whose keys have the smallest L2 norm; the paper recommends ``skip_layers=2``."""
 
     def scores(self, ctx: LayerContext) -> Tensor:

@@ -52,7 +52,7 @@ Variant = Literal["lag", "local", "l2"]
     budget="25%",
 )
 @dataclass(frozen=True, kw_only=True)
-class LagKV(Evictor, heads="own", query_aware=False):
+class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remembers=True):
     """Judge each partition of `lag` entries against the next, and keep its best per KV head.
 
     budget: entries left after the prompt, sinks, last partition and remainder included. sinks: S first tokens, never
@@ -85,6 +85,9 @@ class LagKV(Evictor, heads="own", query_aware=False):
     @property
     def when(self) -> When:
         return When(chunks=self.chunks, steps=1 if self.decode else None)
+
+    def rhythm(self, prompt: int) -> tuple[int, int] | None:
+        return (self.lag, self.sinks) if self.decode else None
 
     @property
     def minimum(self) -> int:

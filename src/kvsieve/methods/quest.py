@@ -30,6 +30,7 @@ from kvsieve.errors import PlanError
 from kvsieve.methods.base import check_int
 from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.registry import register_method
+from kvsieve.roles import PagedReader
 from kvsieve.types import AttentionQueries
 
 
@@ -43,7 +44,7 @@ from kvsieve.types import AttentionQueries
     budget=512,
 )
 @dataclass(frozen=True, kw_only=True)
-class Quest(BudgetReader, static_shapes=True):
+class Quest(BudgetReader, PagedReader, static_shapes=True):
     """Read the pages whose bounds are highest. page: entries per page, None to spend half the budget on bounds.
 
     per_query_head: a set for each query head, not one for those that share a KV head.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvsieve.budget import Budget
 from kvsieve.core.kv_rows import ReadFacts
 from kvsieve.methods.base import parse_layers, skipped
-from kvsieve.roles import Layers, Reader
+from kvsieve.roles import Layers, PageBudget, Reader
 
 LEAST = 16
 
@@ -63,3 +63,7 @@ class BudgetReader(Reader):
 
     def granularity(self, setting: Setting) -> int:
         return setting.page
+
+    def page_budget(self, setting: Setting) -> PageBudget:
+        """Return what a token reads of an engine's pages, for subclasses that are a PagedReader too."""
+        return PageBudget(setting.count, setting.channels or None)

@@ -30,7 +30,7 @@ from kvsieve.registry import register_method
 
 
 @dataclass(frozen=True, kw_only=True)
-class RocketEviction(GroupedSnapKV, heads="own", query_aware=True):
+class RocketEviction(GroupedSnapKV, heads="own", query_aware=True, fixed_counts=True):
     """Stage 1. budget: t, what a step may read, not what is kept: that is `stored_entries` less the tokens to come.
 
     It is at least 16; the window and one entry more are kept in any case.

@@ -35,7 +35,7 @@ from kvsieve.types import LayerContext
     budget="20%",
 )
 @dataclass(frozen=True, kw_only=True)
-class SnapKV(ScoredEvictor, heads="own", query_aware=True):
+class SnapKV(ScoredEvictor, heads="own", query_aware=True, fixed_counts=True):
     """Keep the entries that the prompt's last `window` queries attend to, and those queries' own entries.
 
     window: W, the observing queries at the prompt's end, always kept, at least 1.

@@ -26,7 +26,7 @@ from kvsieve.types import LayerContext
     budget="20%",
 )
 @dataclass(frozen=True, kw_only=True)
-class StreamingLLM(ScoredEvictor, heads="own", query_aware=False):
+class StreamingLLM(ScoredEvictor, heads="own", query_aware=False, fixed_counts=True):
     """Keep `sinks` first tokens and fill the rest of the budget with the last ones.
 
     sinks: tokens kept at the start of the row, at least 0.

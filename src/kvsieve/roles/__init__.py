@@ -9,6 +9,7 @@ from kvsieve.roles.codec import Codec
 from kvsieve.roles.delegate import DelegatingEvictor
 from kvsieve.roles.drafting import DraftPropagator, Loaded, draft_of
 from kvsieve.roles.evictor import ChunkedEvictor, Evictor, Layers
+from kvsieve.roles.paged import PageBudget, PagedReader
 from kvsieve.roles.prefill import SparsePrefill
 from kvsieve.roles.probing import Branch, Observe, ProbePasses, ProbingEvictor
 from kvsieve.roles.propagator import Propagator
@@ -27,6 +28,8 @@ __all__ = [
     "Layers",
     "Loaded",
     "Observe",
+    "PageBudget",
+    "PagedReader",
     "ProbePasses",
     "ProbingEvictor",
     "Propagator",

@@ -34,6 +34,10 @@ class Traits:
             and remembers nothing but an IncrementalMetadata of each; passes can then be recorded.
         query_aware: what an evictor or propagator chooses depends on queries, those of the question at the prompt's end
             among them. None: not said, which is taken for True. A subclass must say it again.
+        fixed_counts: an evictor that keeps exactly `counts` entries of every KV head, in every layer alike, at lengths
+            that `Evictor.rhythm` gives, so that an engine can free blocks. It chooses by the queries of its `window`,
+            keys and values alone. A subclass must say it again.
+        remembers: an evictor with `fixed_counts` goes on from what it left in ``ctx.state`` when it acted last.
     """
 
     needs: tuple[str, ...] = ()
@@ -44,8 +48,12 @@ class Traits:
     takes_quotas: bool = False
     static_shapes: bool = False
     query_aware: bool | None = None
+    fixed_counts: bool = False
+    remembers: bool = False
 
 
+# Traits that a subclass does not inherit.
+_OWN: dict[str, Any] = {"heads": None, "query_aware": None, "fixed_counts": False}
 _TRAITS = frozenset(each.name for each in dataclasses.fields(Traits))
 # Every public class of a role that a module has defined, by the name that files use for it.
 _CLASSES: dict[str, type[Role]] = {}
@@ -66,7 +74,7 @@ class Role(Checked, ABC):
         unknown = traits.keys() - _TRAITS
         if unknown:
             raise TypeError(f"{cls.__name__}: unknown trait {min(unknown)!r}; known are {', '.join(sorted(_TRAITS))}")
-        cls.TRAITS = dataclasses.replace(cls.TRAITS, **{"heads": None, "query_aware": None, **traits})
+        cls.TRAITS = dataclasses.replace(cls.TRAITS, **{**_OWN, **traits})
         _check_contract(cls)
         if not cls.__name__.startswith("_") and "<locals>" not in cls.__qualname__:
             _CLASSES[role_name(cls)] = cls

@@ -80,6 +80,9 @@ class DelegatingEvictor(Evictor):
         super().check(num_layers)
         self.base.check(num_layers)
 
+    def rhythm(self, prompt: int) -> tuple[int, int] | None:
+        return self.base.rhythm(prompt)
+
     def requested(self, length: int, new_tokens: int = 0) -> int:
         return self.base.requested(length, new_tokens)
 

@@ -43,6 +43,10 @@ class Evictor(Role):
         """When it acts besides the end of a prompt, and whether it observes passes."""
         return END_OF_PROMPT
 
+    def rhythm(self, prompt: int) -> tuple[int, int] | None:
+        """Return n and L: after a prompt of so many tokens it acts at lengths L + k n. None: at its end only."""
+        return None if self.when.steps is None else (self.when.steps, prompt)
+
     @property
     def skip_layers(self) -> Layers:
         """Layers that keep everything: how many at the start, or which."""

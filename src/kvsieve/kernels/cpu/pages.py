@@ -53,7 +53,7 @@ def update_bounds(bounds: Tensor, keys: Tensor, slots: Tensor, size: int) -> Non
 def choose_pages(
     bounds: Tensor, question: Tensor, table: Tensor, sizes: Tensor, counts: Tensor, most: int, page: int, parts: int
 ) -> Tensor:
-    """Choose the pages with the highest weights for each request and KV head; see `vllm.pages.choose_pages`.
+    """Choose the pages with the highest weights for each request and KV head; see `kvsieve_vllm.pages`.
 
     Args:
         bounds: [pages, heads, 2, dim] in one of DTYPES, or sums, float32 [pages, heads, 1, dim]; contiguous. A page of

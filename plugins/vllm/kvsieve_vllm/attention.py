@@ -20,22 +20,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvsieve.attention import AttentionRequest, DenseEntries, attend
 from kvsieve.errors import CacheStateError, UnsupportedModelError
 from kvsieve.types import AttentionQueries
-from kvsieve.vllm.batch import GroupFacts, StepPlanner
-from kvsieve.vllm.blocks import RetainedSpec, spec_for
-from kvsieve.vllm.calls import PagedCall, PlannedStep, PromptCall, SegmentEnd, SparseCall
-from kvsieve.vllm.options import EngineOptions
-from kvsieve.vllm.packing import EvictorStates, LayerFacts, ObservedQueries, Offered, choose_entries
-from kvsieve.vllm.pages import (
-    PageBounds,
-    PageReader,
-    by_means,
-    check_page,
-    choose_pages,
-    parts_of,
-    question_of,
-    question_of_means,
-    reads_layer,
-)
+from kvsieve_vllm.batch import GroupFacts, StepPlanner
+from kvsieve_vllm.blocks import RetainedSpec, spec_for
+from kvsieve_vllm.calls import PagedCall, PlannedStep, PromptCall, SegmentEnd, SparseCall
+from kvsieve_vllm.options import EngineOptions
+from kvsieve_vllm.packing import EvictorStates, LayerFacts, ObservedQueries, Offered, choose_entries
+from kvsieve_vllm.pages import PageBounds, choose_pages
+from kvsieve_vllm.reading import PageReading
 
 
 class PlannedBackend:
@@ -82,28 +73,17 @@ def planner_for(
             f"vLLM cuts its blocks of {page} entries into pages of {spec.block_size}; kvsieve's plugin takes a block "
             "for a page, so give that as block_size="
         )
-    reader = options.plan.read if isinstance(options.plan.read, PageReader) else None
-    if reader is not None:
+    layers = config.model_config.hf_text_config.num_hidden_layers
+    reading = PageReading.of(options, page, spec.head_size, layers)
+    if reading is not None:
         # Blocks are larger than at the start of the engine where recurrent states are.
-        check_page(reader, page)
+        reading.check()
     retention = spec.retention if isinstance(spec, RetainedSpec) else None
     if retention is not None:
         retention.check()
-    if reader is None and retention is None:
+    if reading is None and retention is None:
         return None
-    layers = config.model_config.hf_text_config.num_hidden_layers
-    all_sparse = reader is not None and all(reads_layer(reader, index, layers) for index in range(layers))
-    facts = GroupFacts(
-        page=page,
-        heads=heads,
-        kv_heads=spec.num_kv_heads,
-        dim=spec.head_size,
-        reader=reader,
-        all_sparse=all_sparse,
-        retention=retention,
-        self_test=options.self_test,
-        long=long,
-    )
+    facts = GroupFacts(page, heads, spec.num_kv_heads, reading, retention, long)
     return StepPlanner(facts, moved, schedule)
 
 
@@ -122,8 +102,8 @@ class PlannedAttention(AttentionImpl):
         self._layers = config.model_config.hf_text_config.num_hidden_layers
         self._facts: LayerFacts | None = None
         self._bounds: PageBounds | None = None
-        self._reader = options.plan.read if isinstance(options.plan.read, PageReader) else None
-        self._reads = False
+        # Of a layer that reads sparsely.
+        self._reading: PageReading | None = None
         evict, most = options.plan.evict, config.scheduler_config.max_num_seqs
         self._queries = ObservedQueries(evict.window if evict is not None else 0, most)
         self._states = EvictorStates(most)
@@ -174,7 +154,7 @@ class PlannedAttention(AttentionImpl):
         if not isinstance(attn_metadata, PlannedStep):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
         if self._facts is None:
-            self._know(layer)
+            self._know(layer, kv_cache)
         metadata: Any = attn_metadata
         slots = metadata.slot_mapping
         if attn_metadata.rounds is None:
@@ -186,7 +166,7 @@ class PlannedAttention(AttentionImpl):
             for prompt in each.prompts:
                 read[prompt.segment.request.number] = self._attend_prompt(layer, new, kv_cache, output, prompt)
             call = each.whole
-            if each.sparse is not None and self._reads:
+            if each.sparse is not None and self._reading is not None:
                 self._read_sparsely(layer, query, kv_cache, output, each.sparse)
                 call = each.rest
             if call is not None:
@@ -196,24 +176,25 @@ class PlannedAttention(AttentionImpl):
                 self._end(layer, query, kv_cache, end, read.get(end.segment.request.number))
         return output
 
-    def _know(self, layer: Any) -> None:
-        index = extract_layer_index(layer.layer_name)
+    def _know(self, layer: Any, kv_cache: Tensor) -> None:
+        index, (_, _, size, wide) = extract_layer_index(layer.layer_name), kv_cache.shape
         self._facts = LayerFacts(index, self._layers, self.scale, self.logits_soft_cap or None)
-        self._reads = self._reader is not None and reads_layer(self._reader, index, self._layers)
+        reading = PageReading.of(self._options, size, wide // 2, self._layers)
+        self._reading = reading if reading is not None and index in reading.layers else None
 
     def _look(self, key: Tensor, kv_cache: Tensor, slots: Tensor, rows: slice | Tensor) -> None:
         """Take the keys of some rows, which are stored by now, into their pages' bounds."""
-        if not self._reads:
+        reading = self._reading
+        if reading is None:
             return
         pages, heads, size, wide = kv_cache.shape
-        parts = parts_of(self._reader, size)
-        if self._bounds is None or len(self._bounds.table) != pages * parts:
+        if self._bounds is None or len(self._bounds.table) != pages * reading.parts:
             if kv_cache.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise CacheStateError(
                     "vLLM captured a CUDA graph without a warm-up; it would empty what is known of pages"
                 )
-            means = by_means(self._reader)
-            self._bounds = PageBounds(pages, heads, wide // 2, size, key, parts=parts, means=means)
+            means = reading.reader.means
+            self._bounds = PageBounds(pages, heads, wide // 2, size, key, parts=reading.parts, means=means)
         self._bounds.update(key[rows], slots[rows])
 
     def _attend_prompt(
@@ -244,22 +225,13 @@ class PlannedAttention(AttentionImpl):
 
     def _read_sparsely(self, layer: Any, query: Tensor, kv_cache: Tensor, output: Tensor, sparse: SparseCall) -> None:
         """Attend to the pages that each KV head chooses, each head of each page being a page of its own."""
-        assert self._bounds is not None
+        bounds = self._bounds
+        assert bounds is not None and self._reading is not None
         pages, heads, size, wide = kv_cache.shape
         asked = query[sparse.call.rows].reshape(-1, heads, self.num_heads // heads, wide // 2)
-        if by_means(self._reader):
-            question = question_of_means(asked, self.scale, self._bounds.page)
-        else:
-            question = question_of(asked, self.scale, sparse.channels)
+        question = self._reading.reader.question(asked, self.scale, bounds.page, sparse.channels)
         chosen = choose_pages(
-            self._bounds.table,
-            question,
-            sparse.table,
-            sparse.sizes,
-            sparse.counts,
-            sparse.most,
-            size,
-            self._bounds.parts,
+            bounds.table, question, sparse.table, sparse.sizes, sparse.counts, sparse.most, size, bounds.parts
         ).flatten(0, 1)
         self._attend(layer, query, kv_cache.view(pages * heads, 1, size, wide), output, sparse.call, chosen)
 

@@ -20,10 +20,10 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import triton_attn
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from kvsieve.vllm.attention import PlannedAttention, PlannedBackend, planner_for
-from kvsieve.vllm.calls import PagedCall, PlannedStep
-from kvsieve.vllm.graphs import ReplayedSteps, install
-from kvsieve.vllm.options import EngineOptions
+from kvsieve_vllm.attention import PlannedAttention, PlannedBackend, planner_for
+from kvsieve_vllm.calls import PagedCall, PlannedStep
+from kvsieve_vllm.graphs import ReplayedSteps, install
+from kvsieve_vllm.options import EngineOptions
 
 
 class SieveTritonBackend(PlannedBackend, triton_attn.TritonAttentionBackend):
@@ -96,7 +96,7 @@ class SieveTritonBuilder(triton_attn.TritonAttentionMetadataBuilder):
                 vllm_config.scheduler_config.max_num_seqs, max(vllm_config.compilation_config.cudagraph_capture_sizes)
             )
             longest = vllm_config.model_config.max_model_len
-            self._replayed = ReplayedSteps(self._planner.facts, most, longest, self._moved, self._schedule)
+            self._replayed = ReplayedSteps(self._planner, most, longest)
         self._init_reorder_batch_threshold(1)
 
     @classmethod

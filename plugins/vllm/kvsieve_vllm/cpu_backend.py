@@ -17,9 +17,9 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from kvsieve.attention.causal import has_kernel
-from kvsieve.vllm.attention import PlannedAttention, PlannedBackend, planner_for
-from kvsieve.vllm.calls import PagedCall, PlannedStep
-from kvsieve.vllm.cpu_pages import MOST, PageLayout, page_layout
+from kvsieve_vllm.attention import PlannedAttention, PlannedBackend, planner_for
+from kvsieve_vllm.calls import PagedCall, PlannedStep
+from kvsieve_vllm.cpu_pages import MOST, PageLayout, page_layout
 
 # New tokens of a request that are worth the reading of what it has stored, entry by entry.
 LONG = 256

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from kvsieve.errors import CacheStateError
-from kvsieve.vllm.calls import Packing, PagedCall, PromptCall, Round, SegmentEnd, SparseCall
-from kvsieve.vllm.pages import PageReader, page_budget
-from kvsieve.vllm.retention import BlockRetention
-from kvsieve.vllm.rounds import ScheduledTokens, Segment, joined, rounds_of
+from kvsieve_vllm.calls import Packing, PagedCall, PromptCall, Round, SegmentEnd, SparseCall
+from kvsieve_vllm.reading import PageReading
+from kvsieve_vllm.retention import BlockRetention
+from kvsieve_vllm.rounds import ScheduledTokens, Segment, joined, rounds_of
 
 
 @dataclass(frozen=True)
@@ -29,54 +29,17 @@ class GroupFacts:
         page: entries of a page.
         heads: query heads of this process.
         kv_heads: KV heads of this process.
-        dim: channels of a key.
-        reader: reads while decoding; None where everything is read.
-        all_sparse: no layer is exempt from it.
+        reading: of pages while decoding; None where everything is read.
         retention: what is kept of prompts; None for everything.
-        self_test: see EngineOptions.
         long: rows of a request from which on kvsieve's own kernel attends to them; None: vLLM's does to all.
     """
 
     page: int
     heads: int
     kv_heads: int
-    dim: int
-    reader: PageReader | None
-    all_sparse: bool
+    reading: PageReading | None
     retention: BlockRetention | None
-    self_test: bool
     long: int | None = None
-
-
-@dataclass(frozen=True)
-class PagesRead:
-    """Pages and entries that one generated token reads.
-
-    Attributes:
-        count: pages.
-        entries: in them.
-        channels: see PageBudget.
-    """
-
-    count: int
-    entries: int
-    channels: int
-
-
-def pages_read(facts: GroupFacts, length: int, size: int) -> PagesRead:
-    """Work out what a generated token reads.
-
-    Args:
-        facts: of the layers, whose plan reads sparsely.
-        length: tokens of the request; 0 for none, which reads one entry.
-        size: entries that are stored of them.
-    """
-    assert facts.reader is not None
-    size = max(size, 1)
-    budget = page_budget(facts.reader, max(length, 1), facts.dim, facts.page)
-    used = -(-size // facts.page)
-    count = used if facts.self_test else min(budget.pages, used)
-    return PagesRead(count, (size - 1) % facts.page + 1 + (count - 1) * facts.page, budget.channels)
 
 
 class StepPlanner:
@@ -89,7 +52,7 @@ class StepPlanner:
             and the starts of its requests, which are still on the host.
 
     Attributes:
-        facts: as given.
+        facts, moved, schedule: as given.
     """
 
     def __init__(
@@ -98,7 +61,7 @@ class StepPlanner:
         moved: Callable[[Tensor], Tensor],
         schedule: Callable[[int, int, Tensor, Tensor], Any],
     ) -> None:
-        self.facts, self._moved, self._schedule = facts, moved, schedule
+        self.facts, self.moved, self.schedule = facts, moved, schedule
 
     def rounds(self, common: Any) -> list[Round] | None:
         """Return a step's rounds; None where it is one that vLLM's own backend does alike.
@@ -106,7 +69,7 @@ class StepPlanner:
         Args:
             common: vLLM's CommonAttentionMetadata.
         """
-        rounds = rounds_of(_requests(common), self.facts.retention, self.facts.reader is not None)
+        rounds = rounds_of(_requests(common), self.facts.retention, self.facts.reading is not None)
         made = [self._round(segments, common.block_table_tensor) for segments in rounds]
         gaps = any(self._gap(segment)[1] for segments in rounds for segment in segments)
         plain = len(made) == 1 and made[0].sparse is None and not made[0].prompts and not made[0].ends
@@ -129,7 +92,7 @@ class StepPlanner:
         apart = {each.segment.request.number for each in prompts}
         whole = [number for number, segment in enumerate(segments) if segment.request.number not in apart]
         rest = [number for number in whole if sparse is not None and number not in set(read)]
-        everywhere = sparse is not None and self.facts.all_sparse
+        everywhere = sparse is not None and self.facts.reading is not None and self.facts.reading.everywhere
         return Round(
             self._rows(segments),
             None if everywhere else self._call(segments, sizes, pages, whole),
@@ -162,14 +125,14 @@ class StepPlanner:
         index = torch.arange(max(used)).repeat(len(gaps), 1)
         for row, (first, end) in enumerate(gaps):
             index[row, first : used[row]] += end - first
-        return pages.gather(1, self._moved(index.clamp_(max=pages.shape[1] - 1)))
+        return pages.gather(1, self.moved(index.clamp_(max=pages.shape[1] - 1)))
 
     def _pick(self, table: Tensor, numbers: Sequence[int]) -> Tensor:
         """Return rows of a table, whose numbers ascend."""
         first, last = numbers[0], numbers[-1]
         if last - first == len(numbers) - 1:
             return table[first : last + 1]
-        return table.index_select(0, self._moved(torch.tensor(numbers)))
+        return table.index_select(0, self.moved(torch.tensor(numbers)))
 
     def _call(
         self, segments: Sequence[Segment], sizes: Sequence[int], pages: Tensor, numbers: Sequence[int]
@@ -182,37 +145,35 @@ class StepPlanner:
         rows = [segment.end - segment.start for segment in segments]
         starts = torch.tensor([0, *rows], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         lengths = torch.tensor(sizes, dtype=torch.int32)
-        schedule = self._schedule(self.facts.heads, self.facts.kv_heads, lengths, starts)
+        schedule = self.schedule(self.facts.heads, self.facts.kv_heads, lengths, starts)
         longest = max(rows), max(sizes)
         return PagedCall(
-            self._rows(segments), self._moved(starts), self._moved(lengths), longest, pages.contiguous(), schedule
+            self._rows(segments), self.moved(starts), self.moved(lengths), longest, pages.contiguous(), schedule
         )
 
     def _sparse(
         self, segments: Sequence[Segment], sizes: Sequence[int], pages: Tensor, read: Sequence[int]
     ) -> SparseCall | None:
         """Make the call of the segments, by their numbers, that read sparsely; None where they read everything."""
-        facts, reader = self.facts, self.facts.reader
-        if reader is None or not read:
+        facts, reading = self.facts, self.facts.reading
+        if reading is None or not read:
             return None
         page, heads = facts.page, facts.kv_heads
         segments, sizes = [segments[number] for number in read], [sizes[number] for number in read]
-        reads = [pages_read(facts, segment.end, size) for segment, size in zip(segments, sizes, strict=True)]
-        used, counts = [-(-size // page) for size in sizes], [each.count for each in reads]
-        if counts == used and not facts.self_test:
+        reads = [reading.read(segment.end, size) for segment, size in zip(segments, sizes, strict=True)]
+        used, counts = [-(-size // page) for size in sizes], [each.pages for each in reads]
+        if counts == used and not reading.self_test:
             return None
         entries, channels = [each.entries for each in reads], [each.channels for each in reads]
         lengths = torch.tensor(entries, dtype=torch.int32).repeat_interleave(heads)
         starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
-        schedule = self._schedule(facts.heads // heads, 1, lengths, starts)
+        schedule = self.schedule(facts.heads // heads, 1, lengths, starts)
         return SparseCall(
-            PagedCall(
-                self._rows(segments), self._moved(starts), self._moved(lengths), (1, max(entries)), None, schedule
-            ),
+            PagedCall(self._rows(segments), self.moved(starts), self.moved(lengths), (1, max(entries)), None, schedule),
             self._pick(pages, read)[:, : max(used)].contiguous(),
-            self._moved(torch.tensor(sizes, dtype=torch.int32)),
-            self._moved(torch.tensor(counts, dtype=torch.int32)),
-            self._moved(torch.tensor(channels)) if any(channels) else None,
+            self.moved(torch.tensor(sizes, dtype=torch.int32)),
+            self.moved(torch.tensor(counts, dtype=torch.int32)),
+            self.moved(torch.tensor(channels)) if min(channels) < reading.dim else None,
             max(counts),
         )
 
@@ -239,16 +200,19 @@ class StepPlanner:
 
     def _rows(self, segments: Sequence[Segment]) -> slice | Tensor:
         rows = joined([segment.rows for segment in segments])
-        return rows if isinstance(rows, slice) else self._moved(torch.tensor(rows))
+        return rows if isinstance(rows, slice) else self.moved(torch.tensor(rows))
 
 
-def _requests(common: Any) -> list[ScheduledTokens]:
-    """Read a step's requests from vLLM's metadata, without waiting for the device."""
+def lengths_of(common: Any) -> tuple[list[int], list[int]]:
+    """Return the tokens of each request after a step, and of its prompt, without waiting for the device."""
     if common.rswa_prefix_lens is None or common.seq_lens_cpu_upper_bound is None:
         raise CacheStateError("vLLM gave no lengths of prompts or requests, which kvsieve's plugin asks it for")
     # Exact, as there is no speculative decoding.
-    rows, ends = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound.tolist()
-    prompts = common.rswa_prefix_lens.tolist()
+    return common.seq_lens_cpu_upper_bound.tolist(), common.rswa_prefix_lens.tolist()
+
+
+def _requests(common: Any) -> list[ScheduledTokens]:
+    rows, (ends, prompts) = common.query_start_loc_cpu.tolist(), lengths_of(common)
     new = [end - start for start, end in itertools.pairwise(rows)]
     return [
         ScheduledTokens(number, rows[number], ends[number] - new[number], ends[number], prompts[number])

@@ -14,39 +14,32 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from kvsieve.errors import CacheStateError
-from kvsieve.methods.hsa import HSA
-from kvsieve.vllm.batch import GroupFacts, pages_read
-from kvsieve.vllm.calls import PagedCall, Round, SparseCall
-from kvsieve.vllm.options import EngineOptions
+from kvsieve_vllm.batch import StepPlanner, lengths_of
+from kvsieve_vllm.calls import PagedCall, Round, SparseCall
+from kvsieve_vllm.options import EngineOptions
 
 
 class ReplayedSteps:
     """Makes rounds of generated tokens whose tensors are always the same ones.
 
     Args:
-        facts: of the layers, whose plan reads and does not evict.
+        planner: of the layers, whose plan reads and does not evict; what it schedules must not depend on values of
+            tensors.
         requests: most requests of a step.
         longest: most tokens of a request.
-        moved: see StepPlanner.
-        schedule: see StepPlanner; what it makes must not depend on values of tensors.
     """
 
-    def __init__(
-        self,
-        facts: GroupFacts,
-        requests: int,
-        longest: int,
-        moved: Callable[[Tensor], Tensor],
-        schedule: Callable[[int, int, Tensor, Tensor], Any],
-    ) -> None:
-        assert facts.reader is not None and facts.retention is None
-        self._facts, self._moved, self._schedule = facts, moved, schedule
+    def __init__(self, planner: StepPlanner, requests: int, longest: int) -> None:
+        facts, moved = planner.facts, planner.moved
+        assert facts.reading is not None and facts.retention is None
+        self._facts, self._reading, self._moved = facts, facts.reading, moved
+        self._schedule = planner.schedule
         self._requests, self._longest = requests, longest
-        # Budgets grow with lengths.
-        self._most = max(pages_read(facts, longest, longest).count, 2)
+        # Requests up to the budget are read whole, and budgets grow with lengths: each number of pages at its least.
+        reads = [self._reading.read(length, length) for length in (*range(1, longest, facts.page), longest)]
+        self._most = max(2, *(each.pages for each in reads))
+        self._by_channels = any(each.channels < self._reading.dim for each in reads)
         self._counts = moved(torch.ones(requests, dtype=torch.int32))
         self._lengths = moved(torch.ones(requests * facts.kv_heads, dtype=torch.int32))
         self._starts = moved(torch.arange(requests * facts.kv_heads + 1, dtype=torch.int32))
@@ -62,9 +55,7 @@ class ReplayedSteps:
         number = common.num_reqs
         if number > self._requests or common.num_actual_tokens != number or common.max_query_len != 1:
             return None
-        if common.rswa_prefix_lens is None or common.seq_lens_cpu_upper_bound is None:
-            raise CacheStateError("vLLM gave no lengths of prompts or requests, which kvsieve's plugin asks it for")
-        ends, prompts = common.seq_lens_cpu_upper_bound.tolist(), common.rswa_prefix_lens.tolist()
+        ends, prompts = lengths_of(common)
         # Rows behind the requests fill up the graph's size, and have no length.
         if not captured and any(0 < end <= prompt for end, prompt in zip(ends, prompts, strict=True)):
             return None
@@ -80,20 +71,20 @@ class ReplayedSteps:
             table,
             sizes,
             self._counts[:number],
-            self._channels[:number] if isinstance(facts.reader, HSA) else None,
+            self._channels[:number] if self._by_channels else None,
             self._most,
         )  # fmt: skip
         whole = None
-        if not facts.all_sparse:
+        if not self._reading.everywhere:
             schedule = self._schedule(facts.heads, heads, sizes, common.query_start_loc)
             whole = PagedCall(rows, common.query_start_loc, sizes, (1, self._longest), table, schedule)
         return Round(rows, whole, sparse, None, [], [])
 
     def _fill(self, ends: list[int]) -> None:
         """Put what the requests' lengths decide into the tensors; an entry of page 0 is read where there is none."""
-        read = [pages_read(self._facts, end, end) for end in ends]
+        read = [self._reading.read(end, end) for end in ends]
         for into, numbers in (
-            (self._counts, [each.count for each in read]),
+            (self._counts, [each.pages for each in read]),
             (self._lengths, [each.entries for each in read for _ in range(self._facts.kv_heads)]),
             (self._channels, [each.channels for each in read]),
         ):

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvsieve.vllm.retention import BlockRetention
+from kvsieve_vllm.retention import BlockRetention
 
 
 @dataclass(frozen=True)

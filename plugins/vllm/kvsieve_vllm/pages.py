@@ -1,11 +1,10 @@
-"""Sparse reading over pages: what is known of each page, and which pages a token reads.
+"""Summaries of pages, and which pages a token reads.
 
-A page is a block of the engine's KV cache. Where a reader's `page` is given, a block has parts of so many entries, and
-weighs what the best of them does. Beside the cache lie the greatest and the least value of every key channel over each
-page or part, per KV head, or the sum of its keys. A reader asks with weights for them: Quest's are the query's own,
-which makes bounds of the logits, HSA's are those of the few channels in which the queries are largest. Softmax weights
-of pages are summed over the query heads of a KV head, as everywhere in kvsieve, and blocks that weigh most are read
-whole.
+A page is a block of the engine's KV cache. Where a reader has a `page` of its own, a block has parts of so many entries
+and counts as its best part. Beside the cache lie the greatest and the least value of every key channel over
+each page or part, per KV head, or the sum of its keys. A reader's `question` has the weights that make logits of these.
+Softmax weights of pages are summed over the query heads of a KV head, as everywhere in kvsieve, and blocks that weigh
+most are read whole.
 
 Plain torch, or on CPUs the C kernels of `kernels.cpu.pages`, and on GPUs two Triton kernels, which ask all pages of all
 heads and choose among them; all choose the same pages up to ties; nothing here knows vLLM.
@@ -13,88 +12,13 @@ heads and choose among them; all choose the same pages up to ties; nothing here 
 
 from __future__ import annotations
 
-import functools
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvsieve import kernels
-from kvsieve.core.kv_rows import ReadFacts
-from kvsieve.core.page_weights import held_part
-from kvsieve.errors import PlanError
 from kvsieve.kernels.cpu import pages as compiled
-from kvsieve.methods.hsa import HSA, stored_entries
-from kvsieve.methods.quest import Quest
-from kvsieve.methods.readers import LEAST
-
-PageReader = Quest | HSA
-
-
-@dataclass(frozen=True)
-class PageBudget:
-    """Pages that one request reads.
-
-    Attributes:
-        pages: read exactly, the newest one included.
-        channels: key channels that are looked at; 0 for all.
-    """
-
-    pages: int
-    channels: int = 0
-
-
-def page_budget(reader: PageReader, length: int, dim: int, page: int) -> PageBudget:
-    """Work out what a reader's budget allows on pages of so many entries.
-
-    Quest reads its whole budget in pages, as with ``page=`` given; HSA half of it, and the other half decides in how
-    many channels bounds are looked at. Two pages at least are read, the newest and one that the query chooses.
-
-    Args:
-        reader: Quest or HSA.
-        length: tokens of the request.
-        dim: channels of a key.
-        page: entries of a page.
-    """
-    tokens = reader.budget.entries(length, LEAST)
-    if isinstance(reader, Quest):
-        return PageBudget(max(tokens // page, 2))
-    stored = stored_entries(length, 0, tokens) if reader.after_eviction else length
-    channels = max(int(dim * page * tokens / max(stored, tokens)), 1)
-    return PageBudget(max(tokens // 2 // page, 2), 0 if channels >= dim else channels)
-
-
-def check_page(reader: PageReader, page: int) -> None:
-    """Refuse a reader whose pages do not fit the engine's. Raises PlanError."""
-    wanted = reader.page if isinstance(reader, Quest) else None
-    if wanted is not None and page % wanted:
-        raise PlanError(
-            f"Quest: the engine's blocks of {page} entries cannot be divided into pages of {wanted}; give a page= that "
-            f"divides them, leave it out, or start vLLM with another block_size"
-        )
-    tokens = reader.budget.tokens
-    part = 1 if isinstance(reader, Quest) else 2
-    if tokens is not None and tokens // part < 2 * page:
-        raise PlanError(
-            f"{type(reader).__name__}: a budget of {tokens} entries reads fewer than two of the engine's blocks of "
-            f"{page}; raise budget= to {2 * part * page} or more, or start vLLM with a smaller block_size"
-        )
-
-
-def by_means(reader: PageReader | None) -> bool:
-    """Tell whether pages weigh what the means of their keys do, not by bounds."""
-    return isinstance(reader, Quest) and reader.means
-
-
-def parts_of(reader: PageReader | None, page: int) -> int:
-    """Return how many parts of their own a page has for a reader."""
-    return page // reader.page if isinstance(reader, Quest) and reader.page is not None else 1
-
-
-def reads_layer(reader: PageReader, layer_idx: int, num_layers: int) -> bool:
-    """Tell whether a layer is read sparsely; `skip_layers` name those that are not."""
-    return reader.setting(ReadFacts(layer_idx, num_layers, 1 << 20, 0, 64)) is not None
 
 
 class PageBounds:
@@ -166,44 +90,6 @@ class PageBounds:
         self.table[pages] = torch.stack([paged.amax(2), paged.amin(2)], 2).to(self.table.dtype)
 
 
-def question_of_means(query: Tensor, scale: float, page: int) -> Tensor:
-    """Make the weights, float32 [requests, heads, groups, 1, dim], that ask sums of pages as `question_of` asks bounds.
-
-    Args:
-        query: [requests, heads, groups, dim].
-        scale: factor of query-key products.
-        page: entries that a full sum has.
-    """
-    return (query.float() * (scale / page))[:, :, :, None].contiguous()
-
-
-def question_of(query: Tensor, scale: float, channels: Tensor | None) -> Tensor:
-    """Make the weights with which a page's bounds are asked.
-
-    Args:
-        query: [requests, heads, groups, dim].
-        scale: factor of query-key products.
-        channels: int64 [requests], channels that are looked at, 0 for all; None: all in every request.
-
-    Returns:
-        float32 [requests, heads, groups, 2, dim], contiguous.
-    """
-    query = query.float()
-    question = torch.stack([query.clamp(min=0), query.clamp(max=0)], 3)
-    if channels is None:
-        return question.mul_(scale)
-    order = query.abs().sum(2).sort(dim=-1, descending=True, stable=True).indices
-    rank = torch.empty_like(order).scatter_(
-        2, order, torch.arange(query.shape[3], device=query.device).expand_as(order)
-    )
-    looked = (rank < channels[:, None, None])[:, :, None]
-    chosen = query * looked
-    chosen = chosen * (scale / held_part(chosen, query).sqrt())
-    greatest = (query.sum(2) > 0)[:, :, None]
-    few = torch.stack([chosen * greatest, chosen * ~greatest], 3)
-    return torch.where((channels > 0)[:, None, None, None, None], few, question.mul_(scale))
-
-
 def choose_pages(
     bounds: Tensor, question: Tensor, table: Tensor, sizes: Tensor, counts: Tensor, most: int, page: int, parts: int = 1
 ) -> Tensor:
@@ -211,7 +97,7 @@ def choose_pages(
 
     Args:
         bounds: the table of PageBounds.
-        question: see `question_of`, and for sums `question_of_means`.
+        question: see PagedReader.question.
         table: int32 [requests, width], pages of each request in order.
         sizes: int32 [requests], entries of each.
         counts: int32 [requests], pages to choose of each; one that has no more gets them all.
@@ -254,7 +140,10 @@ def _weights(bounds: Tensor, question: Tensor, table: Tensor, sizes: Tensor, pag
     places = torch.arange(table.shape[1], device=table.device)
     pages = (sizes.long() + page - 1) // page
     newest, beyond = places == (pages - 1)[:, None], places >= pages[:, None]
-    scores = page_logits(bounds, question, table, sizes, page)
+    if kernels.usable(bounds, question):
+        scores = kernels.paged_scores(bounds, question, table, sizes, page)
+    else:
+        scores = torch.einsum("rhgc,rphc->rhgp", question.flatten(3), bounds[table.long()].float().flatten(3))
     # A page counts by its part that is filled, in the softmax; its weight is that of one that is full.
     part = torch.where(newest, (sizes - (pages - 1) * page)[:, None] / page, 1.0)[:, None, None]
     if bounds.shape[2] == 1:
@@ -263,24 +152,6 @@ def _weights(bounds: Tensor, question: Tensor, table: Tensor, sizes: Tensor, pag
     return (scores.softmax(-1) / part).sum(2)
 
 
-def page_logits(bounds: Tensor, question: Tensor, table: Tensor, sizes: Tensor, page: int) -> Tensor:
-    """Ask every page of every request, float32 [requests, heads, groups, width]; arguments as in `choose_pages`."""
-    if kernels.usable(bounds, question):
-        return kernels.paged_scores(bounds, question, table, sizes, page)
-    held = bounds[table.long()].float().flatten(3)
-    return torch.einsum("rhgc,rphc->rhgp", question.flatten(3), held)
-
-
 def usable(bounds: Tensor) -> bool:
     """Tell whether the C kernels work on these bounds."""
-    return bounds.device.type == "cpu" and bounds.dtype in compiled.DTYPES and _built()
-
-
-@functools.cache
-def _built() -> bool:
-    return compiled.built().reason is None
-
-
-def kernel_status() -> str:
-    """Tell for people whether the C kernels are used."""
-    return compiled.built().status
+    return bounds.device.type == "cpu" and bounds.dtype in compiled.DTYPES and compiled.built().reason is None

@@ -12,23 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import ScoredEvictor
-from kvsieve.methods.lagkv import LagKV
 from kvsieve.roles import Evictor
 
 # Tokens of a prompt longer than any: what a share of it is fits every block.
 _LONGEST = 1 << 30
-
-
-def rhythm(evictor: Evictor, prompt: int) -> tuple[int, int] | None:
-    """Return n and a length L: behind the prompt it acts at lengths that differ from L by multiples of n; None: never.
-
-    With ``every=n`` these lengths count from the prompt's end, LagKV's are where another partition has filled.
-    """
-    if isinstance(evictor, LagKV):
-        return (evictor.lag, evictor.sinks) if evictor.decode else None
-    again = evictor.every if isinstance(evictor, ScoredEvictor) else None
-    return None if again is None else (again, prompt)
 
 
 @dataclass(frozen=True)
@@ -61,7 +48,8 @@ class BlockRetention:
     @property
     def remembers(self) -> bool:
         """True where the evictor goes on from what it found out about the same request before."""
-        return isinstance(self.evictor, LagKV) and self.evictor.decode and not self.self_test
+        again = self.evictor.when.steps is not None
+        return self.evictor.traits.remembers and again and not self.self_test
 
     def kept_blocks(self, prompt: int) -> int:
         """Return r, the whole blocks that a prompt's best entries fill: as many as its budget has room for.
@@ -73,7 +61,7 @@ class BlockRetention:
             return prompt // self.block
         tail = prompt % self.block
         room = (self.evictor.entries(prompt) - tail) // self.block
-        least = self.evictor.minimum - (tail if rhythm(self.evictor, prompt) is None else 0)
+        least = self.evictor.minimum - (tail if self.evictor.rhythm(prompt) is None else 0)
         return max(room, -(-least // self.block), 1)
 
     def gap(self, prompt: int, processed: int) -> tuple[int, int]:
@@ -119,12 +107,12 @@ class BlockRetention:
 
     def _acted(self, prompt: int, processed: int) -> int:
         """Return the length at which the evictor acted last, of a prompt that was read."""
-        again = rhythm(self.evictor, prompt)
+        again = self.evictor.rhythm(prompt)
         return prompt if again is None else max(prompt, processed - (processed - again[1]) % again[0])
 
     def _next(self, prompt: int, processed: int) -> int | None:
         """Return the length at which the evictor acts next."""
         if processed < prompt:
             return prompt
-        again = None if self.self_test else rhythm(self.evictor, prompt)
+        again = None if self.self_test else self.evictor.rhythm(prompt)
         return None if again is None else processed + again[0] - (processed - again[1]) % again[0]

@@ -9,16 +9,27 @@ from typing import Any
 
 from kvsieve.errors import UnsupportedOptionError
 from kvsieve.profiles import Fingerprint
-from kvsieve.vllm.carried import check_carried
-from kvsieve.vllm.names import ANY_VERSION
-from kvsieve.vllm.options import EngineOptions
-from kvsieve.vllm.pages import PageReader, check_page
+from kvsieve_vllm.carried import check_carried
+from kvsieve_vllm.names import ANY_VERSION
+from kvsieve_vllm.options import EngineOptions
+from kvsieve_vllm.reading import PageReading
 
 # Of vLLM, those that the contract tests have run with.
 TESTED = ("0.32.0",)
 # vLLM tells its attention backends the lengths of prompts where a model has a window of this kind; where they are
 # extended, nothing else looks at it. So large a window would hide nothing.
 PROMPT_LENGTHS = 1 << 30
+# Options and kinds of models that no plan goes with.
+REFUSED = {
+    "speculative": "speculative decoding reads several tokens at once, some of which are taken back",
+    "kv_transfer": "a KV connector brings in and takes away blocks that the plugin would not see",
+    "context_parallel": "context parallelism: no process sees all of a request's entries",
+    "latent": "latent attention, whose pages hold no keys",
+    "no_decoder": "a model that is no decoder generating text",
+    "second_runner": "vLLM's second model runner, which is not tested: set VLLM_USE_V2_MODEL_RUNNER=0",
+    "microbatches": "batches of a step that overlap, which are not tested: leave --enable-dbo out",
+    "bidirectional": "tokens that attend to later ones",
+}
 
 
 @dataclass(frozen=True)
@@ -29,33 +40,21 @@ class EngineFacts:
         version: of vLLM.
         device: "cpu", "cuda", "rocm" ...
         block_size: entries of a block.
-        speculative: with speculative decoding.
-        kv_transfer: with a KV connector.
-        context_parallel: a request's context is divided among processes.
+        num_layers: decoder layers of the model.
         kv_cache_dtype: "auto", or that of a quantised cache.
-        latent: the model has latent attention.
-        generates: it is a decoder that generates text.
         recurrent: some layers have recurrent states.
         prefix_caching: with prefix caching.
-        second_runner: vLLM's second model runner is used.
-        microbatches: a step is divided into batches that overlap.
-        bidirectional: some tokens attend to later ones.
+        refused: keys of REFUSED that it has.
     """
 
     version: str
     device: str
     block_size: int
-    speculative: bool = False
-    kv_transfer: bool = False
-    context_parallel: bool = False
+    num_layers: int
     kv_cache_dtype: str = "auto"
-    latent: bool = False
-    generates: bool = True
     recurrent: bool = False
     prefix_caching: bool = False
-    second_runner: bool = False
-    microbatches: bool = False
-    bidirectional: bool = False
+    refused: frozenset[str] = frozenset()
 
 
 def check_version(version: str) -> None:
@@ -77,26 +76,20 @@ def check_engine(options: EngineOptions, facts: EngineFacts) -> None:
     check_version(facts.version)
     plan = options.plan
     check_carried(plan)
-    reasons = [
-        (facts.device not in ("cpu", "cuda"), f"attention on {facts.device}: vLLM's backends for it are not extended"),
-        (facts.speculative, "speculative decoding reads several tokens at once, some of which are taken back"),
-        (facts.kv_transfer, "a KV connector brings in and takes away blocks that the plugin would not see"),
-        (facts.context_parallel, "context parallelism: no process sees all of a request's entries"),
-        (facts.kv_cache_dtype not in ("auto", "float32", "bfloat16", "float16"), f"a cache in {facts.kv_cache_dtype}"),
-        (facts.latent, "latent attention, whose pages hold no keys"),
-        (not facts.generates, "a model that is no decoder generating text"),
-        (facts.second_runner, "vLLM's second model runner, which is not tested: set VLLM_USE_V2_MODEL_RUNNER=0"),
-        (facts.microbatches, "batches of a step that overlap, which are not tested: leave --enable-dbo out"),
-        (facts.bidirectional, "tokens that attend to later ones"),
-    ]
-    found = [reason for is_so, reason in reasons if is_so]
+    found = [reason for name, reason in REFUSED.items() if name in facts.refused]
+    if facts.device not in ("cpu", "cuda"):
+        found.append(f"attention on {facts.device}: vLLM's backends for it are not extended")
+    if facts.kv_cache_dtype not in ("auto", "float32", "bfloat16", "float16"):
+        found.append(f"a cache in {facts.kv_cache_dtype}")
     if found:
         raise UnsupportedOptionError(
             f"kvsieve's plan {plan.name} does not go with this engine: {'; '.join(found)}. Leave the plan or the "
             "option out; docs/vllm.md tells what goes together"
         )
-    if isinstance(plan.read, PageReader):
-        check_page(plan.read, facts.block_size)
+    # Any number of channels does: it decides nothing that is checked.
+    reading = PageReading.of(options, facts.block_size, 64, facts.num_layers)
+    if reading is not None:
+        reading.check()
 
 
 def needs_no_prefix_caching(options: EngineOptions, facts: EngineFacts) -> str | None:

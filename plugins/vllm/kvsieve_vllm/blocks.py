@@ -11,8 +11,8 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvsieve.errors import CacheStateError
 from kvsieve.plans import Plan
-from kvsieve.vllm.metrics import COUNTS, install
-from kvsieve.vllm.retention import BlockRetention
+from kvsieve_vllm.metrics import COUNTS, install
+from kvsieve_vllm.retention import BlockRetention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +24,6 @@ class RetainedSpec(FullAttentionSpec):
     """
 
     retention: BlockRetention | None = None
-
-    @classmethod
-    def of(cls, spec: FullAttentionSpec, retention: BlockRetention) -> RetainedSpec:
-        """Make one of vLLM's own."""
-        return cls(**{each.name: getattr(spec, each.name) for each in fields(spec)}, retention=retention)
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
@@ -66,7 +61,8 @@ def spec_for(spec: Any, plan: Plan, self_test: bool) -> Any:
     """Return the spec of a layer under a plan: its own, unless the plan evicts and the layer attends to everything."""
     if plan.evict is None or type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
         return spec
-    return RetainedSpec.of(spec, BlockRetention(plan.evict, spec.block_size, self_test))
+    own = {each.name: getattr(spec, each.name) for each in fields(spec)}
+    return RetainedSpec(**own, retention=BlockRetention(plan.evict, spec.block_size, self_test))
 
 
 # Whichever process of an engine reads such a spec must know its manager. What is registered first would otherwise stand

@@ -11,16 +11,16 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from kvsieve.vllm.names import KEY, asked_for
+from kvsieve_vllm.names import KEY, asked_for
 
 if TYPE_CHECKING:
-    from kvsieve.vllm.engine import EngineFacts
+    from kvsieve_vllm.engine import EngineFacts
 
 logger = logging.getLogger("vllm.kvsieve")
 # vLLM's backends that are extended, by their names there, and those that extend them.
 BACKENDS = {
-    "CPU_ATTN": "kvsieve.vllm.cpu_backend.SieveCPUBackend",
-    "TRITON_ATTN": "kvsieve.vllm.triton_backend.SieveTritonBackend",
+    "CPU_ATTN": "kvsieve_vllm.cpu_backend.SieveCPUBackend",
+    "TRITON_ATTN": "kvsieve_vllm.triton_backend.SieveTritonBackend",
 }
 # Entries of a block by default. vLLM has 128 on CPUs, coarse for pages, and 16 on GPUs, many to choose from.
 BLOCK_SIZE = 32
@@ -71,9 +71,9 @@ def configure(vllm_config: Any) -> None:
     _cached_get_attn_backend.cache_clear()
     if asked_for(vllm_config.additional_config) is None or vllm_config.model_config is None:
         return
-    from kvsieve.vllm.engine import PROMPT_LENGTHS, check_engine, needs_no_prefix_caching, settle
-    from kvsieve.vllm.metrics import install
-    from kvsieve.vllm.options import EngineOptions
+    from kvsieve_vllm.engine import PROMPT_LENGTHS, check_engine, needs_no_prefix_caching, settle
+    from kvsieve_vllm.metrics import install
+    from kvsieve_vllm.options import EngineOptions
 
     options = EngineOptions.given(vllm_config.additional_config)
     assert options is not None
@@ -126,24 +126,28 @@ def facts_of(vllm_config: Any) -> EngineFacts:
     import vllm
     from vllm.platforms import current_platform
 
-    from kvsieve.vllm.engine import EngineFacts
+    from kvsieve_vllm.engine import EngineFacts
 
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    refused = {
+        "speculative": vllm_config.speculative_config is not None,
+        "kv_transfer": vllm_config.kv_transfer_config is not None,
+        "context_parallel": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+        "latent": model.use_mla,
+        "no_decoder": model.runner_type != "generate" or model.is_encoder_decoder or model.is_attention_free,
+        "second_runner": vllm_config.use_v2_model_runner,
+        "microbatches": parallel.use_ubatching,
+        "bidirectional": model.is_mm_prefix_lm or vllm_config.attention_config.use_non_causal,
+    }
     return EngineFacts(
         version=vllm.__version__,
         device="rocm" if current_platform.is_rocm() else vllm_config.device_config.device_type,
         block_size=cache.block_size,
-        speculative=vllm_config.speculative_config is not None,
-        kv_transfer=vllm_config.kv_transfer_config is not None,
-        context_parallel=parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+        num_layers=model.get_total_num_hidden_layers(),
         kv_cache_dtype=cache.cache_dtype,
-        latent=model.use_mla,
-        generates=model.runner_type == "generate" and not model.is_encoder_decoder and not model.is_attention_free,
         recurrent=model.is_hybrid,
         prefix_caching=bool(cache.enable_prefix_caching),
-        second_runner=vllm_config.use_v2_model_runner,
-        microbatches=parallel.use_ubatching,
-        bidirectional=bool(model.is_mm_prefix_lm or vllm_config.attention_config.use_non_causal),
+        refused=frozenset(name for name, is_so in refused.items() if is_so),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvsieve.vllm.rounds import Segment
+from kvsieve_vllm.rounds import Segment
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class SparseCall:
         table: int32 [n, width], pages that each could read.
         sizes: int32 [n], entries in them.
         counts: int32 [n], pages to read.
-        channels: int64 [n]; see pages.question_of.
+        channels: int64 [n]; see PagedReader.question.
         most: the largest of the counts.
     """
 

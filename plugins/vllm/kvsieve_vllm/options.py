@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvsieve import plan as plan_named
 from kvsieve.errors import PlanError, short
-from kvsieve.named import plan as plan_named
 from kvsieve.plans import Plan
-from kvsieve.specs import split_specs
-from kvsieve.vllm.names import KEY, asked_for
+from kvsieve_vllm.names import KEY, asked_for
 
 _FIELDS = ("plan", "settled", "self_test")
 
@@ -49,22 +48,13 @@ class EngineOptions:
             found = {"plan": found}
         if not isinstance(found, Mapping) or not isinstance(found.get("plan"), str) or found.keys() - set(_FIELDS):
             raise PlanError(
-                f'additional_config["{KEY}"] takes a plan such as "quest:budget=256", or a dict with "plan" and, for '
+                f'additional_config["{KEY}"] takes a plan such as "METHOD:budget=256", or a dict with "plan" and, for '
                 f'tests, "self_test"; got {short(found)}'
             )
         text, settled = found["plan"], found.get("settled")
-        plan = Plan.from_dict(settled) if settled is not None else parse_plan(text)
+        plan = Plan.from_dict(settled) if settled is not None else plan_named(text)
         return cls(plan, text, settled is not None, bool(found.get("self_test", False)))
 
     def handed_on(self) -> dict[str, Any]:
         """Return what `given` reads, for the engine's other processes."""
         return {"plan": self.text, "settled": self.plan.to_dict(), "self_test": self.self_test}
-
-
-def parse_plan(text: str) -> Plan:
-    """Read one plan as it is written everywhere: ``snapkv:budget=20%``. Raises PlanError."""
-    specs = split_specs(text)
-    if len(specs) != 1:
-        raise PlanError(f"an engine has one plan, such as 'quest:budget=256', got {text!r}")
-    ((name, parameters),) = specs
-    return plan_named(name, **parameters)

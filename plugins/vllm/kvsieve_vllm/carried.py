@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
+import kvsieve
 from kvsieve.errors import PlanError
-from kvsieve.methods.adakv import GroupedSnapKV
-from kvsieve.methods.hsa import HSA
-from kvsieve.methods.keydiff import KeyDiff
-from kvsieve.methods.knorm import KNorm
-from kvsieve.methods.lagkv import LagKV
-from kvsieve.methods.quest import Quest
-from kvsieve.methods.rocketkv import RocketEviction
-from kvsieve.methods.snapkv import SnapKV
-from kvsieve.methods.streaming_llm import StreamingLLM
 from kvsieve.plans import Plan
-from kvsieve.roles import Evictor, Reader
+from kvsieve.roles import Evictor, PagedReader, Reader
 
 CHUNKED = "vLLM cuts prompts into chunks as its schedule has it, and what is chosen would depend on the other requests"
 # Roles that nothing carries, and why.
@@ -23,7 +15,6 @@ _NO_ROLE = {
     "codec": "entries lie in vLLM's pages, in its own dtypes; for 8 bits there is kv_cache_dtype='fp8'",
     "rest": "entries lie in vLLM's pages, in its own dtypes, and no page holds encoded ones",
 }
-_EVICTORS: tuple[type[Evictor], ...] = (SnapKV, GroupedSnapKV, RocketEviction, LagKV, KeyDiff, KNorm, StreamingLLM)
 
 
 def check_carried(plan: Plan) -> None:
@@ -32,6 +23,17 @@ def check_carried(plan: Plan) -> None:
     Raises:
         PlanError: with every reason.
     """
+    reasons = _reasons(plan)
+    if reasons:
+        infos = (kvsieve.method_info(name) for name in kvsieve.list_methods())
+        carried = [info.name for info in infos if not _reasons(info.make(**info.example))]
+        raise PlanError(
+            f"vLLM cannot carry the plan {plan.name}: {'; '.join(reasons)}. It carries {', '.join(carried)}; kvsieve's "
+            "own server (`kvsieve serve`) carries every plan"
+        )
+
+
+def _reasons(plan: Plan) -> list[str]:
     reasons = [reason for role, reason in _NO_ROLE.items() if role in plan.roles]
     if plan.evict is not None:
         reasons += _evictor_reasons(plan.evict)
@@ -41,40 +43,38 @@ def check_carried(plan: Plan) -> None:
         reasons.append("a budget in bytes has no meaning here; give a share such as budget=20% or entries")
     if not plan.roles:
         reasons.append("it does nothing; leave kvsieve out of the configuration instead")
-    if reasons:
-        raise PlanError(
-            f"vLLM cannot carry the plan {plan.name}: {'; '.join(reasons)}. It carries quest, hsa, rocketkv, snapkv, "
-            "lagkv, keydiff, knorm and streamingllm; kvsieve's own server (`kvsieve serve`) carries every plan"
-        )
+    return reasons
 
 
 def _evictor_reasons(evict: Evictor) -> list[str]:
-    name = type(evict).__name__
-    if type(evict) not in _EVICTORS:
-        if evict.traits.is_view:
-            return [f"{name} chooses afresh in every turn what may be read, and vLLM has no turns; use rocketkv"]
-        if evict.traits.ragged:
-            return [
-                f"{name} keeps a different number of entries per head, and a block of vLLM's has all heads' entries"
-            ]
-        if evict.when.observes:
-            return [f"{name} learns from pass to pass, and the plugin remembers nothing of a request"]
-        return [f"no act of {name} on vLLM's blocks is known to be right"]
+    name, traits = type(evict).__name__, evict.traits
+    if traits.is_view:
+        return [f"{name} chooses afresh in every turn what may be read, and vLLM has no turns"]
+    if traits.ragged:
+        return [f"{name} keeps a different number of entries per head, and a block of vLLM's has all heads' entries"]
+    if evict.when.observes:
+        return [f"{name} learns from pass to pass, and the plugin shows it none"]
+    if not traits.fixed_counts:
+        return [f"{name} does not say, by the trait fixed_counts, that lengths alone decide how many entries it keeps"]
     reasons = []
+    if traits.heads != "own":
+        reasons.append(f"{name} may look at all heads of a layer, and a process of vLLM's may have some of them")
+    if traits.needs:
+        reasons.append(f"{name} needs facts about the model ({', '.join(traits.needs)}), which the plugin has not")
     if evict.skip_layers not in (0, ()):
         reasons.append(f"skip_layers={evict.skip_layers}: a block that is freed is freed in all layers")
     if evict.when.chunks:
         reasons.append(f"chunks=True: {CHUNKED}")
-    if isinstance(evict, SnapKV) and evict.per_query_head:
-        reasons.append("per_query_head=True stores more heads than vLLM's pages have")
+    if evict.stored_heads(1, 2) != 1:
+        reasons.append(f"{name} stores entries for each query head: more heads than vLLM's pages have")
     return reasons
 
 
 def _reader_reasons(read: Reader) -> list[str]:
-    if not isinstance(read, (Quest, HSA)):
-        return [f"{type(read).__name__} chooses single entries, and vLLM reads whole pages; use quest or hsa"]
+    if not isinstance(read, PagedReader):
+        return [f"{type(read).__name__} chooses single entries, and vLLM reads whole pages"]
     reasons = []
-    if isinstance(read, Quest) and read.per_query_head:
+    if read.per_query_head:
         reasons.append("per_query_head=True: a KV head's pages are read once for all its query heads")
     if not read.newest:
         reasons.append("newest=False: the page that is being filled is always read")
