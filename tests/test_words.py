@@ -71,18 +71,20 @@ MOST_BY_PACKAGE = {
     "eval": 16,
     "hf": 28,
     "kept": 32,
+    "kvsieve_vllm": 25,
     "methods": 19,
     "roles": 18,
     "store": 37,
-    "vllm": 25,
 }
 
 
 def package_docstrings() -> dict[str, list[tuple[str, Block]]]:
-    """Docstrings with their files, by package of src/kvsieve."""
+    """Docstrings with their files, by package of src/kvsieve, and those of the plugin."""
     found: dict[str, list[tuple[str, Block]]] = {}
-    for file, tree in modules().values():
+    for module, (file, tree) in modules().items():
         package = Path(file).parts[0] if "/" in file else ""
+        if module.startswith("kvsieve_vllm"):
+            package = "kvsieve_vllm"
         found.setdefault(package, []).extend((file, text) for text in docstrings(tree))
     return found
 
