@@ -72,7 +72,6 @@ MOST_BY_PACKAGE = {
     "hf": 28,
     "kept": 32,
     "kvsieve_vllm": 25,
-    "methods": 19,
     "roles": 18,
     "store": 37,
 }

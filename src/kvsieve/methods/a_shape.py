@@ -1,7 +1,7 @@
-"""A-shape: the first tokens and the nearest, as StreamingLLM has them (arXiv 2309.17453), while a prompt is read.
+"""A-shape: the first tokens and the nearest, as in StreamingLLM (arXiv 2309.17453), for sparse prefill.
 
-All queries attend to the first keys and to those that come right before them, whatever the prompt is: the baseline of
-methods that choose. MInference (arXiv 2407.02490) names it so and gives it to some of its heads.
+All queries attend to the first keys and to those right before them, for every prompt: the baseline of methods that
+choose. The name is from MInference (arXiv 2407.02490), which uses it for some heads.
 
 Differences from the paper: both parts are whole blocks, and all heads have this pattern.
 """

@@ -1,16 +1,17 @@
 """Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation (arXiv 2407.11550).
 
-A layer's budget is divided among its heads by where the layer's best entries are: each head wins as many as it has
-among the best of all heads together. Every head gets a floor, `alpha` of the uniform budget, and its part of the rest
-in proportion to its wins; then it keeps its own best. With `normalize` a head's scores are first scaled by the part of
-them that the uniform budget would catch. Heads store different numbers of entries. `pyramid=True` is Ada-PyramidKV:
-layers have PyramidKV's budgets.
+A layer's budget is divided among its heads by the best entries of all heads together: a head wins one entry for each of
+its own among them. Every head gets a floor, `alpha` of the uniform budget, and a part of the rest in proportion to its
+wins; then it keeps its own best. With `normalize` a head's scores are first scaled by the share of them that the
+uniform budget would keep. Heads store different numbers of entries. `pyramid=True` is Ada-PyramidKV: PyramidKV's
+budgets for layers.
 
-`rule="kvpress"`: no scaling; each head's best ``alpha * budget`` stay, the window among them, then the best of all.
+`rule="kvpress"`: no scaling; each head keeps its best ``alpha * budget``, including the window, then the best of all
+heads.
 
-Differences from the reference: one set per KV head, the group's mean taken before pooling; a layer's total is met to
-the entry by largest remainders (the original rounds every head and its floor by itself, and loses entries); what is
-evicted is really gone, not masked; a base other than SnapKV may be given.
+Differences from the reference: one set per KV head, with the group's mean taken before pooling; a layer's total is met
+to the entry by largest remainders (the original rounds every head and its floor separately, and loses entries); evicted
+entries are removed, not masked; a base other than SnapKV may be given.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from kvsieve.types import LayerContext, Selection
 
 Rule = Literal["paper", "kvpress"]
 
-# Per row and head: how many entries are stored, how many of them must stay, and how many of those score +inf.
+# Per row and head: numbers of entries stored, of those that must stay, and of those with score +inf.
 _Facts = list[list[list[int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedSnapKV(SnapKV, heads="own", query_aware=True, fixed_counts=True):
-    """SnapKV that joins the scores of query heads before pooling them; `max` pooling by default."""
+    """SnapKV that averages the scores of query heads before pooling; `max` pooling by default."""
 
     pooling: Pool = "max"
 
@@ -58,10 +59,10 @@ class GroupedSnapKV(SnapKV, heads="own", query_aware=True, fixed_counts=True):
 class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
     """Divide each layer's budget among its heads by their scores: ``AdaKV(base=SnapKV(budget=0.2))``.
 
-    base: what ranks entries and holds the budget, which is the average over heads; its scores should mean the same in
-    every head, as attention does. alpha: part of the budget that every head gets, in [0, 1]; 1 is uniform. normalize:
-    scale scores by what a head's budget catches of them. rule: "paper" or "kvpress". pyramid, beta: budgets per layer
-    as PyramidKV has them.
+    base: ranks entries and has the budget, the mean over heads; its scores should be comparable between heads, as
+    attention is. alpha: part of the budget that every head gets, in [0, 1]; 1 is uniform. normalize: scale scores by
+    the share of them within a head's budget. rule: "paper" or "kvpress". pyramid, beta: budgets per layer as in
+    PyramidKV.
     """
 
     base: ScoredEvictor = GroupedSnapKV(budget=Budget(ratio=0.2))
@@ -79,7 +80,7 @@ class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
 
     @property
     def traits(self) -> Traits:
-        # Heads that keep different entries cannot be compared slot by slot, as a base that needs all heads would.
+        # Heads with different entries cannot be compared slot by slot, as a base that needs all heads does.
         traits = super().traits
         return traits if self.base.traits.heads == "own" else replace(traits, heads=None)
 
@@ -96,7 +97,7 @@ class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
         fits = [length <= count for length, count in zip(ctx.step.lengths, counts, strict=True)]
         counts = self.layer_counts(ctx, counts)
         whole = [count >= stored for count, stored in zip(counts, ctx.stored, strict=True)]
-        # What a row of which all stays leaves over is for what is generated, the same in every head.
+        # The unused budget of a row that keeps everything is for generated tokens, the same in every head.
         later = ctx.state.pop("allocated")[:, None].expand(-1, ctx.keys.shape[1])
         selection = None
         if not all(whole):
@@ -105,13 +106,13 @@ class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
             budgets = budgets[:, ctx.ranks.own(budgets.shape[1])]
             even = torch.tensor([one or other for one, other in zip(fits, whole, strict=True)])
             later = _match(later, budgets.shape[1]).where(even[:, None], budgets)
-            # No head gets more than it has.
+            # No head gets more entries than it has.
             selection = pack_ragged(top_mask(scores, budgets), budgets.tolist())
         ctx.state["heads"] = later.clone()
         return selection
 
     def _select_again(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
-        """While decoding: down to what the prompt gave each head."""
+        """Evict during decode to each head's number of entries after the prompt."""
         heads = ctx.state.get("heads", torch.tensor(counts)[:, None]).to(ctx.keys.device)
         stored = ctx.valid if ctx.valid is not None else torch.ones_like(ctx.index, dtype=torch.bool)
         if bool((stored.sum(-1) <= heads).all()):
@@ -121,13 +122,13 @@ class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
         return pack_ragged(top_mask(scores, heads) & ~scores.isneginf())
 
     def head_budgets(self, scores: Tensor, counts: tuple[int, ...], like: list[_Facts] | None = None) -> Tensor:
-        """Entries of each head, ``counts[b]`` on average: int64 [B, H], on the host.
+        """Return the entries of each head, ``counts[b]`` on average: int64 [B, H], on the host.
 
         Args:
-            scores: [B, H, N], +inf for what stays.
+            scores: [B, H, N], +inf for entries that must stay.
             counts: one number per row.
-            like: facts of the layer before, and then of this one. They are mostly the same, so that the host waits for
-                the device once.
+            like: facts of the previous layer, replaced by this one's. If they are equal, the host waits for the device
+                only once.
         """
         facts = torch.stack([~scores.isneginf(), _is_held(scores), scores.isposinf()]).sum(-1)
         known: _Facts = like[-1] if like and scores.device.type != "cpu" else facts.tolist()
@@ -146,14 +147,14 @@ class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
 
     @staticmethod
     def _to_share(counts: tuple[int, ...], facts: _Facts) -> tuple[list[int], list[int]]:
-        """Entries of each row, and those of them that its heads win."""
+        """Return the entries of each row, and how many of them its heads win."""
         stored, held, _ = facts
         rows = zip(counts, stored, strict=True)
         totals = [min(count * len(have), sum(have)) for count, have in rows]
         return totals, [max(total - sum(each), 0) for total, each in zip(totals, held, strict=True)]
 
     def _won(self, scores: Tensor, counts: tuple[int, ...], totals: list[int], rests: list[int]) -> Tensor:
-        """int64 [B, H]: how many each head has of the best entries of all."""
+        """Return how many of the best entries of all heads each head has: int64 [B, H]."""
         if self.rule == "kvpress":
             safe = top_mask(scores, tuple(int(count * self.alpha) for count in counts)) & ~scores.isneginf()
             return winners(scores.masked_fill(safe, float("inf")), totals)
@@ -167,7 +168,7 @@ class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
     ) -> list[int]:
         """Divide a row's `total` entries among its heads."""
         if rest == 0:
-            # What the caller protects leaves no room, maybe not even for what the base would always keep.
+            # Protected entries leave no room, maybe not even for those that the base always keeps.
             return allocate([1] * len(won), total, must, stored)
         floor = int(rest // len(won) * self.alpha)
         sure = [min(each + floor, most) for each, most in zip(held, stored, strict=True)]
@@ -177,7 +178,7 @@ class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
         return [each + part for each, part in zip(sure, parts, strict=True)]
 
     def _normalized(self, scores: Tensor, budgets: list[int]) -> Tensor:
-        """Scores [B, H, N] times the part of their sum that the best ``budgets[b]`` of each head hold."""
+        """Multiply scores [B, H, N] by the share of their sum in the best ``budgets[b]`` of each head."""
         absent = scores.isneginf()
         mass = scores.masked_fill(absent, 0)
         refuse((mass < 0).any(), self._negative)
@@ -193,12 +194,12 @@ class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
 
 
 def _is_held(scores: Tensor) -> Tensor:
-    """Tell what stays whatever the others are worth."""
+    """Return which entries stay regardless of the others' scores."""
     return scores >= torch.finfo(scores.dtype).max
 
 
 def _match(per_head: Tensor, heads: int) -> Tensor:
-    """[B, 1 or H] -> [B, heads], where the base ranks per query head and the store holds KV heads."""
+    """Expand [B, 1 or H] to [B, heads], for a base that ranks per query head over a store of KV heads."""
     return per_head.repeat_interleave(heads // per_head.shape[1], 1)
 
 

@@ -1,7 +1,7 @@
-"""Base classes of methods that divide a budget among layers unevenly.
+"""Base classes of methods that divide a budget unevenly among layers.
 
-Whatever they weigh layers by, the total stays what it was: the budget times the layers that evict, of each row, to the
-entry. No layer gets less than its base needs, nor more than it stores; what it cannot take goes to the others.
+The total does not change: it is the budget times the layers that evict, per row, to the entry. No layer gets less than
+its base needs, or more than it stores; the excess goes to the others.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ _ENDLESS = 1 << 60
 
 @dataclass(frozen=True, kw_only=True)
 class Allocator(Wrapper):
-    """A Wrapper that changes how many entries `base` keeps where; what a prompt decided holds while decoding too."""
+    """A Wrapper that changes how many entries `base` keeps per layer or head, for a prompt and the decode after it."""
 
     @property
     def spare(self) -> int:
-        """Entries that every layer keeps anyway, such as a window or sinks, and that are not shared out."""
+        """Entries that every layer keeps in any case, such as a window or sinks, and that are not divided."""
         return self.base.minimum - 1
 
     def is_noop(self, layer_idx: int, num_layers: int, stored: tuple[int, ...], state: dict[str, Any]) -> bool:
-        # The base speaks of other numbers of entries than its layers or heads keep here.
+        # The base's message would name other numbers of entries than its layers or heads keep here.
         return False
 
     def acting(self, ctx: LayerContext) -> list[int]:
-        """Indices of the layers that evict."""
+        """Return the indices of the layers that evict."""
         layers = ctx.layers or range(ctx.num_layers)
         return [index for index in layers if not skipped(self.skip_layers, index, ctx.num_layers)]
 
     def remembered(self, ctx: LayerContext, counts: tuple[int, ...]) -> tuple[int, ...]:
-        """Entries that this layer was given when the prompt was complete; `counts` if nothing was allocated.
+        """Return this layer's entries at the end of the prompt; `counts` if nothing was allocated.
 
-        All of a row that is no longer than the floor.
+        A row no longer than the floor keeps all entries.
         """
         given = ctx.state.get("allocated")
         if given is None:
@@ -55,14 +55,14 @@ class Allocator(Wrapper):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAllocator(Allocator):
-    """An Allocator that knows every layer's share beforehand, so that each layer evicts by itself."""
+    """An Allocator with shares known in advance, so that each layer evicts independently."""
 
     def divide(self, layers: Sequence[int], length: int, count: int, floor: int) -> list[int]:
-        """Entries of each of `layers`, `count` on average and at least `floor`, for a row of `length` tokens."""
+        """Return each layer's entries for a row of `length` tokens, `count` on average and at least `floor`."""
         raise NotImplementedError
 
     def layer_counts(self, ctx: LayerContext, counts: tuple[int, ...]) -> tuple[int, ...]:
-        """Entries this layer keeps per row. What earlier layers had no use for, storing less, comes on top."""
+        """Return the entries that this layer keeps per row, including those unused by shorter earlier layers."""
         if ctx.step.phase == "decode":
             return self.remembered(ctx, counts)
         acting = self.acting(ctx)
@@ -75,7 +75,7 @@ class LayerAllocator(Allocator):
             taken = min(share + owed[row], ctx.stored[row])
             wanted.append(share + owed[row])
             owed[row] += share - taken
-            # A prompt that fits leaves its room to what is generated.
+            # A prompt within the budget leaves the rest to generated tokens.
             later.append(taken if length > count else share)
         ctx.state["allocated"] = torch.tensor(later)
         return tuple(wanted)
@@ -88,11 +88,11 @@ class LayerAllocator(Allocator):
 
 @dataclass
 class LayerScores:
-    """A layer of this pass, as it is now.
+    """A layer of this pass in its current state.
 
-    scores: [B, X, n] of what it stores, +inf for what must stay, -inf for filler. Per row: counts, entries asked for;
-    floors, fewest to keep; stored, how many there are; weights, what it is weighed by. state: the layer's own. even:
-    all heads store as many.
+    scores: [B, X, n] of the stored entries, +inf for those that must stay, -inf for filler. Per row: counts, entries
+    requested; floors, fewest to keep; stored, number of entries; weights, weight of the layer. state: the layer's own.
+    even: all heads store the same number.
     """
 
     index: int
@@ -105,7 +105,7 @@ class LayerScores:
     even: bool
 
     def cut(self, kept: list[int]) -> Selection:
-        """The best ``kept[b]`` of each row, which is all that is here from now on."""
+        """Keep the best ``kept[b]`` of each row."""
         best = top_mask(self.scores, tuple(kept))
         chosen = pack(best, tuple(kept)) if self.even else pack_ragged(best & ~self.scores.isneginf())
         scores, real = self.scores.gather(-1, chosen.indices), chosen.real()
@@ -117,17 +117,17 @@ class LayerScores:
 
 @dataclass(frozen=True, kw_only=True)
 class Cascade(Allocator, recuts=True):
-    """An Allocator that weighs layers as they come, and takes back from those before what later ones are due.
+    """An Allocator that weighs layers as they come, and shrinks earlier ones for later ones.
 
-    After each layer the whole total is shared out anew among the layers so far: no more than that is stored at any
-    time, besides the layer that attends and an entry per layer and head for rounding. A later layer only lowers the
-    shares of the others, so what remains is what sharing out once, after the last layer, would leave. Rows that store
-    no more than the budget in a layer keep all of it there.
+    After each layer the whole total is divided among the layers so far. No more than that is ever stored, except the
+    layer that attends and an entry per layer and head for rounding. A later layer only lowers the shares of the others,
+    so the result is the same as dividing once after the last layer. Rows that store at most the budget in a layer keep
+    everything there.
     """
 
-    # Whether everything is held until the last layer has been seen.
+    # True to keep everything until the last layer.
     defer_until_last_layer: ClassVar[bool] = False
-    # Whether layers are weighed by what each entry scores, so that `LayerScores` holds the scores of all ranks' heads.
+    # True if weights depend on the entries' scores, so that `LayerScores` needs those of all ranks' heads.
     compares: ClassVar[bool] = False
 
     def weigh(self, ctx: LayerContext) -> list[float]:
@@ -135,7 +135,7 @@ class Cascade(Allocator, recuts=True):
         raise NotImplementedError
 
     def weights(self, seen: Sequence[LayerScores], row: int) -> list[float]:
-        """Weights of the layers so far, in proportion to which a row's budget is shared out."""
+        """Return the weights of the layers so far, by which a row's budget is divided."""
         return [layer.weights[row] for layer in seen]
 
     def least(self, budget: int) -> int:
@@ -161,15 +161,15 @@ class Cascade(Allocator, recuts=True):
         }
 
     def _own(self, ctx: LayerContext, chosen: Selection) -> Selection:
-        """Return the part of the selection for this rank's heads."""
+        """Return the selection for this rank's heads."""
         if not self.compares or ctx.ranks.size == 1:
             return chosen
-        # All heads of a layer keep as many entries.
+        # All heads of a layer keep the same number of entries.
         mine = ctx.ranks.own(chosen.indices.shape[1])
         return Selection(chosen.indices[:, mine], chosen.lengths)
 
     def targets(self, seen: Sequence[LayerScores], row: int, ahead: int, *, last: bool) -> list[int]:
-        """Entries of each layer so far that stay in one row; ahead: what the layers to come are asked for."""
+        """Return the entries to keep in one row of each layer so far; ahead: entries requested for the other layers."""
         stored = [layer.stored[row] for layer in seen]
         if not last and self.defer_until_last_layer:
             return stored
@@ -179,7 +179,7 @@ class Cascade(Allocator, recuts=True):
         if last:
             shares = allocate(self.weights(seen, row), total, *bounds)
         else:
-            # Rounded up, since the last word may be either way.
+            # Rounded up, because the final number may be either.
             shares = [math.ceil(share) for share in water_fill(self.weights(seen, row), total, *bounds)]
         return [each + share for each, share in zip(given, shares, strict=True)]
 
@@ -192,7 +192,7 @@ class Cascade(Allocator, recuts=True):
 
     def _look_at(self, ctx: LayerContext, counts: tuple[int, ...]) -> LayerScores:
         kept = tuple(map(min, counts, ctx.stored))
-        # Of such rows all stays, and their queries may be too few to rank it by.
+        # Such rows keep everything, and may have too few queries to rank by.
         whole = torch.tensor([count == stored for count, stored in zip(kept, ctx.stored, strict=True)])
         scores = torch.zeros(ctx.keys.shape[:3], device=ctx.keys.device)
         if not bool(whole.all()):
@@ -211,7 +211,7 @@ class Cascade(Allocator, recuts=True):
         return LayerScores(ctx.layer_idx, scores, asked, floors, list(ctx.stored), weights, ctx.state, even)
 
     def _remember(self, seen: Sequence[LayerScores], rows: Sequence[Sequence[int]]) -> None:
-        """Note what each layer may hold while decoding: what it got, and its part of what the prompt had no use for."""
+        """Record each layer's limit during decode: its share, and its part of the budget that the prompt left."""
         later = []
         for row, kept in enumerate(rows):
             total = sum(layer.counts[row] for layer in seen)
@@ -223,12 +223,12 @@ class Cascade(Allocator, recuts=True):
 
 
 def observed(base: ScoredEvictor) -> int:
-    """Queries of the prompt's end by which a layer is weighed: the base's window, if it has one."""
+    """Return the number of last queries that weigh a layer: the base's window, if it has one."""
     return base.window if base.window > 1 else 32
 
 
 def _asked(ctx: LayerContext) -> list[int]:
-    """Return the largest number of entries per row that the caller protects."""
+    """Return the largest number of protected entries per row."""
     asked = torch.zeros(len(ctx.stored), dtype=torch.int64)
     if ctx.protected is not None:
         asked = ctx.protected.sum(-1).amax(-1).cpu()

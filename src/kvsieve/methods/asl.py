@@ -1,21 +1,20 @@
 """ASL: Adaptive Layer Selection for Layer-Wise Token Pruning in LLM Inference (section 4, D.2, algorithms 1-2).
 
-Like FastKV, but the layer after which only salient tokens go on is found per input. At every layer the tokens are
-ranked by pooled window mass, summed over all heads. From layer L_min on, V is the variance of the ranks over the last
-L_obs layers, averaged over the union of their top tokens; the first layer where V, relative to its value at L_min,
-falls below tau is the selection layer. Its own top tokens and the window go on; if none falls below, all do.
+Like FastKV, except that the layer after which only salient tokens are propagated depends on the input. Every layer
+ranks the tokens by pooled window mass, summed over all heads. From layer L_min, V is the variance of the ranks over the
+last L_obs layers, averaged over the union of their top tokens. The first layer with V, relative to its value at L_min,
+below tau is the selection layer: its top tokens and the window are propagated. If there is none, all tokens are.
 
-Every layer keeps `budget` entries (group-shared SnapKV with the same window), so that deep layers hold what they saw;
-`full_before=True` evicts nothing ("full before selection").
+Every layer keeps `budget` entries (group-shared SnapKV with the same window), so that deep layers keep all tokens they
+got; `full_before=True` evicts nothing ("full before selection").
 
-`two_pass=True` is the variant in which the first pass ends at the selection layer, or the last layer if none settles,
-and the selected ids are read again as a fresh prompt, in full, as GemFilter does; `rule="gemfilter"` also takes the
-selection layer's tokens by GemFilter's rule.
+`two_pass=True` is the variant with a first pass up to the selection layer, or the last layer if there is none, and a
+prefill of the selected ids as a new prompt, as in GemFilter; `rule="gemfilter"` also selects by GemFilter's rule.
 
 The defaults are the paper's: L_obs 8, tau 0.3, L_min a third of the depth (10 of 32, 9 of 28), window 32, kernel 7.
 
-Differences from the reference: rows of a batch decide alone, and one that has selected waits with filler for the
-others; variance zero at L_min selects where it stays zero; only L_obs rank vectors are kept; GemFilter's rule always
+Differences from the reference: rows of a batch decide separately, and one that has selected waits with filler for the
+others; variance zero at L_min selects where it stays zero; only L_obs rank vectors are stored; GemFilter's rule always
 keeps the last token.
 """
 
@@ -45,10 +44,10 @@ Rule = Literal["asl", "gemfilter"]
 class AdaptiveTSP(Propagator, heads="all", query_aware=True):
     """Token-selective propagation from the layer where ranks have settled.
 
-    rate: tokens that go on, window included; a Budget, a share or a number of the turn's prompt. tau: relative variance
-    below which a layer selects. observed: L_obs, layers whose ranks are compared. first: L_min, None for a third of
-    the depth, at least ``observed - 1``. window, kernel, pooling: as SnapKV's. two_pass: the tokens that would go on
-    are read again as a prompt of their own. rule: which these are, with two passes: "asl" or "gemfilter".
+    rate: tokens propagated, including the window; a Budget, a share or a number of the turn's prompt. tau: a layer with
+    a relative variance below this selects. observed: L_obs, layers with compared ranks. first: L_min, None for a third
+    of the depth, at least ``observed - 1``. window, kernel, pooling: as SnapKV's. two_pass: prefill the selected tokens
+    as a new prompt. rule: selects them with two passes: "asl" or "gemfilter".
     """
 
     rate: Budget
@@ -85,14 +84,14 @@ class AdaptiveTSP(Propagator, heads="all", query_aware=True):
         return first
 
     def reread_tokens(self, length: int) -> int:
-        """Tokens of a prompt of `length` that go on, or are read again: the window and one more at least."""
+        """Return the tokens propagated, or prefilled again, of a prompt of `length`: at least the window plus one."""
         return min(length, self.rate.entries(length, self.window + 1))
 
     def select(self, ctx: LayerContext) -> Selection | None:
         offered = ctx.offered_counts
         rows = ctx.shared.setdefault("asl", [_RowTrace(n, self.reread_tokens(n)) for n in offered])
         open_rows = [row for row in rows if row.layer is None and row.kept < row.length]
-        # The last layer has none behind it to spare; the second reading needs a choice of the last that can make one.
+        # No layer follows the last one; a second pass needs the last layer that can choose.
         last = ctx.layer_idx == (ctx.layers[-1] if ctx.layers else ctx.num_layers - 1)
         if not open_rows or (ctx.layer_idx == ctx.num_layers - 1 and not self.two_pass):
             return None
@@ -107,7 +106,7 @@ class AdaptiveTSP(Propagator, heads="all", query_aware=True):
                 if self._observe(row, scores, row.kept - window, ctx):
                     chosen.append(index)
                 elif last and self.two_pass:
-                    # Reading again needs a choice even where ranks have not settled.
+                    # A second pass needs a choice even if ranks have not settled.
                     row.layer = ctx.layer_idx
                     chosen.append(index)
         ctx.shared["report"] = _report(rows, self)
@@ -121,14 +120,14 @@ class AdaptiveTSP(Propagator, heads="all", query_aware=True):
             best, counts = GemFilter(budget=self.rate).best(ctx, kept)
         else:
             ranked = torch.nn.functional.pad(saliency, (0, window), value=float("inf"))
-            # What the caller wants kept goes on as well, beyond `rate` if need be.
+            # Protected tokens are propagated as well, beyond `rate` if necessary.
             held, counts = apply_protection(ctx, ranked.masked_fill(~mask, float("-inf"))[:, None], kept, insist=True)
             best = top_mask(held[:, 0], counts)
         for index in chosen:
             rows[index].tokens, rows[index].kept = best[index], counts[index]
         if self.two_pass and any(row.layer is None and row.kept < row.length for row in rows):
             return None
-        # Columns are those of this layer: with two passes of the prompt, else a row's that selects here.
+        # Columns of this layer: with two passes the prompt's, else of a row that selects here.
         for index in range(len(rows)) if self.two_pass else chosen:
             tokens = rows[index].tokens
             mask[index] = mask[index] if tokens is None else tokens
@@ -136,7 +135,7 @@ class AdaptiveTSP(Propagator, heads="all", query_aware=True):
         return pack(mask, lengths)
 
     def _observe(self, row: _RowTrace, scores: Tensor, top: int, ctx: LayerContext) -> bool:
-        """Note a layer's ranks; whether this layer selects."""
+        """Record a layer's ranks; return whether this layer selects."""
         ranks = torch.empty(len(scores), dtype=torch.float32, device=scores.device)
         order = scores.argsort(descending=True, stable=True)
         ranks[order] = torch.arange(1.0, len(scores) + 1, device=scores.device)
@@ -156,17 +155,17 @@ class AdaptiveTSP(Propagator, heads="all", query_aware=True):
 
 @dataclass(eq=False)
 class _RowTrace:
-    """One sequence's bookkeeping.
+    """State of one sequence.
 
     Attributes:
-        length: true tokens.
-        kept: tokens that will go on.
+        length: tokens without padding.
+        kept: tokens to propagate.
         ranks: of the last layers.
-        base: the first variance, to which those in `trace` are relative.
-        trace: relative variances, layer by layer.
-        layer: the one that selected, None before.
+        base: the first variance, the unit of `trace`.
+        trace: relative variances by layer.
+        layer: the selection layer, None before.
         settled: ranks had settled there.
-        tokens: for two passes, bool [length], those that go on.
+        tokens: for two passes, bool [length], the selected ones.
     """
 
     length: int

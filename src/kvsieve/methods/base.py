@@ -1,4 +1,4 @@
-"""The block most evictors share, and small helpers of methods."""
+"""Base class of most evictors, and helpers of methods."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvsieve.types import LayerContext, ModelFacts, Selection, When
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredEvictor(Evictor, takes_quotas=True):
-    """An evictor that ranks entries: subclasses give `scores`, this class keeps the best within the budget.
+    """An evictor that ranks entries: subclasses implement `scores`, this class keeps the best within the budget.
 
-    budget: entries kept per layer and KV head, protected ones included; a Budget or its text ("20%", 2048).
-    skip_layers: layers that keep everything: how many at the start, or which, e.g. (0, 1, -1), as text "0/1/-1".
-    every: evict again whenever this many tokens have been generated, down to what the prompt's length allowed, so that
-    memory stays bounded; None for the end of prompts only.
+    budget: entries kept per layer and KV head, including protected ones; a Budget or its text ("20%", 2048).
+    skip_layers: layers that keep everything: how many at the start, or which, e.g. (0, 1, -1), as text "0/1/-1". every:
+    evict again each time this many tokens have been generated, to the prompt's number of entries, so that memory is
+    bounded; None for the end of prompts only.
     """
 
     budget: Budget
@@ -43,20 +43,20 @@ class ScoredEvictor(Evictor, takes_quotas=True):
 
     @property
     def least_budget(self) -> int:
-        """The smallest budget in tokens; `minimum`, unless the budget is not what stays."""
+        """Smallest budget in tokens: `minimum`, unless the budget differs from the entries kept."""
         return self.minimum
 
     @property
     def why_minimum(self) -> str:
-        """The reason of `least_budget`, for messages."""
+        """Reason for `least_budget`, for messages."""
         return "one entry"
 
     def scores(self, ctx: LayerContext) -> Tensor:
-        """[B, H, N], or [B, Hq, N] to keep one set per query head. Higher stays; +inf protects an entry."""
+        """Return [B, H, N], or [B, Hq, N] for one set per query head; higher scores stay, +inf protects an entry."""
         raise NotImplementedError
 
     def ranks(self, ctx: LayerContext, kept: tuple[int, ...]) -> Tensor:
-        """Return the ranks for `select`: `scores`, unless they depend on the entries kept, ``kept[b]`` in row b."""
+        """Return the ranks for `select`: `scores`, unless they depend on the numbers of entries kept, ``kept[b]``."""
         return self.scores(ctx)
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
@@ -65,10 +65,10 @@ class ScoredEvictor(Evictor, takes_quotas=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Wrapper(DelegatingEvictor):
-    """An evictor that changes what the scores of another one, `base`, lead to: subclasses give `ranks`.
+    """An evictor that changes the effect of the scores of another one, `base`: subclasses implement `ranks`.
 
-    base: an evictor that ranks entries by `scores` alone, such as SnapKV. All else in the contract of an
-    evictor is the base's. Raises PlanError for another kind of evictor.
+    base: an evictor that ranks entries by `scores` alone, such as SnapKV; all other traits are its own. Raises
+    PlanError for another kind of evictor.
     """
 
     base: ScoredEvictor
@@ -83,7 +83,7 @@ class Wrapper(DelegatingEvictor):
             )
 
     def ranks(self, ctx: LayerContext, kept: tuple[int, ...]) -> Tensor:
-        """[B, H, N], or [B, Hq, N]: what `select` ranks by, where ``kept[b]`` entries of row b stay."""
+        """Return [B, H, N], or [B, Hq, N], the ranks for `select`, with ``kept[b]`` entries kept in row b."""
         raise NotImplementedError
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
@@ -91,7 +91,7 @@ class Wrapper(DelegatingEvictor):
 
 
 def keep_best(evictor: ScoredEvictor | Wrapper, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
-    """`select` of an evictor that ranks."""
+    """Implement `select` of an evictor that ranks."""
     kept = tuple(min(count, stored) for count, stored in zip(counts, ctx.stored, strict=True))
     if skips(evictor.skip_layers, ctx) or kept == ctx.stored:
         return None
@@ -99,14 +99,14 @@ def keep_best(evictor: ScoredEvictor | Wrapper, ctx: LayerContext, counts: tuple
 
 
 def hide_padding(ctx: LayerContext, scores: Tensor) -> Tensor:
-    """Scores [B, H or Hq, N] with -inf for padding."""
+    """Set scores [B, H or Hq, N] of padding to -inf."""
     return scores if ctx.valid is None else scores.masked_fill(~_per_head(ctx.valid, scores.shape[1]), float("-inf"))
 
 
 def scored_by_name(
     owner: str, name: str, budget: Any, skip_layers: int | tuple[int, ...] | str, every: int | None
 ) -> ScoredEvictor:
-    """The evictor of the named method at its defaults, for a wrapper's `base`. Raises PlanError for another kind."""
+    """Return the named method's evictor with defaults, for a wrapper's `base`. Raises PlanError for another kind."""
     made = plan_without_floor(name, budget=budget)
     if made.roles != ("evict",) or not isinstance(made.evict, ScoredEvictor):
         raise PlanError(f"{owner}: base must name a method that ranks entries by scores, e.g. snapkv; got {name!r}")
@@ -116,11 +116,11 @@ def scored_by_name(
 def apply_protection(
     ctx: LayerContext, scores: Tensor, kept: tuple[int, ...], *, insist: bool = False
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """Scores [B, X, M] of the last M entries (padding -inf) and counts per row, so that what the caller wants stays.
+    """Adjust scores [B, X, M] of the last M entries (padding -inf) and counts per row for protected entries.
 
-    What is protected and the best of each quota get +inf, and counts are raised where more must stay. The +inf of the
-    method itself comes right behind; with `insist` it is as firm. X is the number of heads, a multiple of it, or 1 for
-    scores that all heads share.
+    Protected entries and the best of each quota get +inf, and counts are raised if more must stay. The method's own
+    +inf ranks right below, or equally with `insist`. X is the number of heads, a multiple of it, or 1 for scores shared
+    by all heads.
     """
     if ctx.protected is None and ctx.quotas is None:
         return scores, kept
@@ -145,7 +145,7 @@ def _per_head(part: Tensor, heads: int) -> Tensor:
 
 
 def parse_layers(owner: object, value: Any) -> int | tuple[int, ...]:
-    """`skip_layers` as it is kept: how many first layers, or which. Raises PlanError."""
+    """Parse `skip_layers`: how many first layers, or which. Raises PlanError."""
     try:
         if isinstance(value, str):
             value = [int(layer) for layer in value.split("/") if layer.strip()]
@@ -173,7 +173,7 @@ def skipped(layers: int | tuple[int, ...], index: int, num_layers: int) -> bool:
 
 
 def check_int(owner: object, name: str, value: object, minimum: int, *, most: int = MOST, odd: bool = False) -> None:
-    """Raise PlanError unless `value` is a whole number of at least `minimum`, at most `most`, and odd, if asked."""
+    """Raise PlanError unless `value` is a whole number from `minimum` to `most` and, if `odd`, odd."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or not minimum <= value <= most or (odd and value % 2 == 0):  # type: ignore[operator]
         limit = f"from {minimum} to {most}" if most < MOST else f"of at least {minimum}"
@@ -188,7 +188,7 @@ def check_kernel(owner: object, value: object) -> None:
 
 
 def last_real(ctx: LayerContext, count: int | tuple[int, ...]) -> Tensor:
-    """bool [B or 1, 1 or H, N]: True for the last `count` real entries of each row; a tuple holds one per row."""
+    """Return bool [B or 1, 1 or H, N], True for the last `count` real entries of each row; a tuple has one per row."""
     length = ctx.keys.shape[2]
     last: int | Tensor = count if isinstance(count, int) else _per_row(ctx, count)
     if ctx.valid is None:
@@ -202,14 +202,14 @@ def _per_row(ctx: LayerContext, count: tuple[int, ...]) -> Tensor:
 
 
 def first_real(ctx: LayerContext, count: int) -> Tensor:
-    """bool [B or 1, 1 or H, N]: True for the first `count` real entries of each row."""
+    """Return bool [B or 1, 1 or H, N], True for the first `count` real entries of each row."""
     if ctx.valid is None:
         return (torch.arange(ctx.keys.shape[2], device=ctx.keys.device) < count)[None, None]
     return ctx.valid & (ctx.valid.cumsum(-1) <= count)
 
 
 def positions(ctx: LayerContext) -> Tensor:
-    """int64 [B, H, N]: position of each stored entry in its row, padding not counted, 0 for filler."""
+    """Return the position of each stored entry in its row without padding, int64 [B, H, N], 0 for filler."""
     if ctx.step.mask is not None:
         place = (ctx.step.mask.cumsum(-1) - 1).clamp_min(0).to(ctx.index.device)
         index = ctx.index.long().clamp_min(0)
@@ -220,7 +220,7 @@ def positions(ctx: LayerContext) -> Tensor:
 
 
 def model_facts(ctx: LayerContext) -> ModelFacts:
-    """``ctx.model``. Raises UnsupportedModelError where there is none: the evictor runs outside kvsieve.attach."""
+    """Return ``ctx.model``. Raises UnsupportedModelError if there is none, outside of kvsieve.attach."""
     if ctx.model is None:
         raise UnsupportedModelError("the evictor needs facts about the model, which kvsieve.attach provides")
     return ctx.model

@@ -1,4 +1,4 @@
-"""Parameters that methods share which read prompts sparsely."""
+"""Shared parameters of sparse prefill methods."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvsieve.roles import Layers, SparsePrefill
 
 @dataclass(frozen=True, kw_only=True)
 class BlockPrefill(SparsePrefill):
-    """A method whose blocks, and layers that attend to everything, are parameters.
+    """Base with parameters for blocks and for layers with full attention.
 
-    block: keys of a block. queries: queries of a block, a multiple of `block`. least: entries from which on a layer
-    attends sparsely. sinks: keys at the beginning that all queries attend to, in whole blocks. local: keys before their
-    own block that all queries attend to, in whole blocks. full: last blocks of a prompt's queries, where its
-    question mostly is, that attend to everything. skip_layers: layers that attend to everything: how many at
-    the start, or which, as text "0/1/-1".
+    block: keys per block. queries: queries per block, a multiple of `block`. least: least number of entries for sparse
+    attention in a layer. sinks: keys at the beginning that all queries attend to, in whole blocks. local: keys before
+    their own block that all queries attend to, in whole blocks. full: last query blocks of a prompt, usually with its
+    question, that attend to everything. skip_layers: layers with full attention: how many at the start, or which, as
+    text "0/1/-1".
     """
 
     block: int = 128
@@ -44,7 +44,7 @@ class BlockPrefill(SparsePrefill):
         return not skipped(self.skip_layers, layer_idx, num_layers)
 
     def always(self, ctx: PromptContext) -> Tensor:
-        """Blocks that are computed whatever their scores are, bool [query blocks, key blocks]."""
+        """Return the blocks that are computed regardless of scores, bool [query blocks, key blocks]."""
         grid, device = ctx.grid, ctx.keys.device
         near = grid.near(-(-self.local // self.block), device)
         near[:, : -(-(self.sinks + grid.pad) // self.block) if self.sinks else 0] = True
@@ -54,6 +54,6 @@ class BlockPrefill(SparsePrefill):
 
 
 def check_share(role: SparsePrefill, name: str, value: float) -> None:
-    """Raise PlanError unless a parameter is a share above 0, 1 at most."""
+    """Raise PlanError unless a parameter is in (0, 1]."""
     if not 0 < value <= 1:
         raise PlanError(f"{type(role).__name__}: {name} must be above 0 and at most 1, got {value:g}")

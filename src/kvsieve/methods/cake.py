@@ -1,13 +1,13 @@
 """CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences (arXiv 2503.12491).
 
-Of the last W queries' attention to the context, a layer's entropy H (how spread out it is) and its variance V over the
-queries (how it shifts), both summed over heads and entries, give its preference H^(1/tau1) V^(1/tau2). Layers share the
-total in proportion to it, the window besides; entries are ranked by their mean attention plus gamma times its variance,
-pooled. Layers are cut as later ones come, so that the whole prompt is never held.
+A layer's preference is H^(1/tau1) V^(1/tau2), with the entropy H (spread) of the last W queries' attention to the
+context, and its variance V over the queries (shift), both summed over heads and entries. Layers share the total in
+proportion to it, plus the window. Entries are ranked by their mean attention plus gamma times its variance, pooled.
+Layers shrink as later ones come, so that the whole prompt is never stored.
 
-Differences from the reference: what a short prompt or a floor cannot take goes to the other layers by preference, until
+Differences from the reference: the excess of short prompts and floors goes to the other layers by preference, so that
 the total is met to the entry; the exponents, tuned per model and budget there (1.6 and 0.4 for Llama-3.1-8B at 1024),
-are 1; while decoding, `every` cuts each layer to its own size again; a prompt up to the budget is left whole.
+are 1; during decode, `every` cuts each layer to its own size again; a prompt up to the budget is not evicted from.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvsieve.plans import Plan
 from kvsieve.registry import Parameters, register_method
 from kvsieve.types import LayerContext
 
-# Beyond these, weights and scores are no longer numbers.
+# Beyond these, weights and scores overflow.
 _LEAST_TAU, _MOST_GAMMA = 0.05, 1e9
 
 
@@ -34,7 +34,7 @@ _LEAST_TAU, _MOST_GAMMA = 0.05, 1e9
 class _Statistics:
     """Statistics of the window's attention to the M entries before it.
 
-    Mean and variance over queries, [B, Hq, M], unbiased; its entropy, and the variance, summed over heads and entries,
+    Mean and unbiased variance over queries, [B, Hq, M]; its entropy, and the variance, summed over heads and entries,
     [B].
     """
 
@@ -45,7 +45,7 @@ class _Statistics:
 
 
 def _statistics(ctx: LayerContext, window: int) -> _Statistics:
-    """Worked out in blocks of entries, and once for both who ask for the same layer's."""
+    """Compute the statistics in blocks of entries, cached per layer."""
     asked = ctx.layer_idx, window
     if ctx.shared.get("cake", (None,))[0] == asked:
         return ctx.shared["cake"][1]
@@ -71,7 +71,7 @@ def _statistics(ctx: LayerContext, window: int) -> _Statistics:
 
 @dataclass(frozen=True, kw_only=True)
 class CakeScores(SnapKV, heads="own", query_aware=True):
-    """Rank entries by the mean of the window's attention and `gamma` times its variance over the window's queries.
+    """Rank entries by the mean of the window's attention plus `gamma` times its variance over the window's queries.
 
     gamma: in [0, 1e9]. The rest as in SnapKV.
     """
@@ -93,10 +93,10 @@ class CakeScores(SnapKV, heads="own", query_aware=True):
 
 @dataclass(frozen=True, kw_only=True)
 class CAKE(Cascade, heads="all", query_aware=True):
-    """Divide the budget among layers by how spread out and how shifting their attention is: ``CAKE()``.
+    """Divide the budget among layers by the spread and the shift of their attention: ``CAKE()``.
 
-    base: what ranks entries and holds the budget, which is the average; its window, or the last 32 queries, are looked
-    at. tau1, tau2: of entropy and variance, at least 0.05; larger ones make layers more alike.
+    base: ranks entries and has the budget, the mean over layers; its window, or the last 32 queries, weigh layers.
+    tau1, tau2: of entropy and variance, at least 0.05; larger ones make layers more equal.
     """
 
     base: ScoredEvictor = CakeScores(budget=Budget(ratio=0.2))
@@ -115,7 +115,7 @@ class CAKE(Cascade, heads="all", query_aware=True):
 
     def weigh(self, ctx: LayerContext) -> list[float]:
         found = _statistics(ctx, self.window)
-        # Means over ranks of sums over heads: in every layer the same part of the sums over all heads.
+        # Means over ranks of sums over heads: the same fraction of the sums over all heads in every layer.
         pairs = ctx.ranks.mean(torch.stack([found.entropy, found.spread], 1)).tolist()
         return [max(entropy, 0.0) ** (1 / self.tau1) * spread ** (1 / self.tau2) for entropy, spread in pairs]
 

@@ -1,11 +1,11 @@
 """ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference (arXiv 2502.00299).
 
-Tokens stay in chunks of neighbours rather than one by one. Any method's scores per token are summed over the KV
-heads; a chunk of `chunk_length` tokens scores their mean; the best chunks stay, the same ones for all heads of a layer.
+Tokens are kept in chunks of neighbours. Any method's scores per token are summed over the KV heads; a chunk of
+`chunk_length` tokens scores their mean; the best chunks stay, the same ones for all heads of a layer.
 
-Differences from the reference: the budget is met to the entry, so of the last chunk that fits only the first tokens
-stay; what `base` protects, such as SnapKV's window, stays by itself and does not count to its chunk's mean; chunks
-start at each row's own first token; no indices are shared between layers.
+Differences from the reference: the budget is met to the entry, so only the first tokens of the last chunk stay; entries
+that `base` protects, such as SnapKV's window, stay separately and do not count in their chunk's mean; chunks start at
+each row's first token; no indices are shared between layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvsieve.types import LayerContext
 class ChunkKV(Wrapper, heads="all", query_aware=False):
     """Keep whole chunks of consecutive tokens, by the mean of `base`'s scores: ``ChunkKV(base=SnapKV(budget=0.2))``.
 
-    chunk_length: tokens per chunk, counted over what is stored of a row.
+    chunk_length: tokens per chunk, counted over a row's stored entries.
     """
 
     chunk_length: int = 10
@@ -42,7 +42,7 @@ class ChunkKV(Wrapper, heads="all", query_aware=False):
         judged = real & ~protected
         total = scores.sum(1).masked_fill(~judged, 0)
         chunk = min(self.chunk_length, length)
-        # Chunks count real entries, so that those of a padded row are those of the row alone.
+        # Chunks count real entries, so that padding does not change them.
         place = (real.cumsum(-1) - 1).clamp_min(0) // chunk
         real_first = (~real).to(torch.uint8).argsort(dim=-1, stable=True)
         room = -length % chunk
@@ -51,7 +51,7 @@ class ChunkKV(Wrapper, heads="all", query_aware=False):
             for part in (total, judged.to(total.dtype))
         )
         means = (sums / sizes).masked_fill(sizes == 0, float("-inf"))
-        # The place of each chunk among all, so that the tokens of one stay together; NaN must show.
+        # The rank of each chunk, so that its tokens stay together; NaN must show.
         order = means.argsort(dim=-1, descending=True, stable=True).argsort(-1)
         order = -order.to(total.dtype).masked_fill(means.isnan(), float("nan"))
         return order.gather(1, place).masked_fill(protected, float("inf"))[:, None].expand(-1, heads, -1)

@@ -2,18 +2,18 @@
 
 Cross-Layer Attention Aggregation for Accelerating LLM Prefill.
 
-Like FastKV, tokens are dropped for good after one layer, by the attention that the prompt's last queries give them.
-How a single layer ranks tokens swings from layer to layer, so the ranking is made of several: each token's score is
-the largest of those at the `joined` layers that end with the one that drops. A layer's score is FastKV's: pooled
-window mass, mean over all query heads. What layers store is decided apart from it, by SnapKV with the same window and
-pooling; the first layers, whose attention ranks worst, store everything (`skip_layers`, 4 in the paper).
+As in FastKV, tokens are dropped permanently after one layer, by the attention from the prompt's last queries. Rankings
+of single layers fluctuate, so several are combined: a token's score is the largest of those at the `joined` layers that
+end with the one that drops. A layer's score is FastKV's: pooled window mass, mean over all query heads. Independently,
+SnapKV with the same window and pooling chooses the entries to store; the first layers, which rank worst, store
+everything (`skip_layers`, 4 in the paper).
 
 Published for models of 3 to 12B: layer 15, four layers joined, window 8, kernel 7. Written from the paper's abstract
-and notes of others on it, its full text not at hand: the largest score and these numbers are the notes', the mean over
+and others' notes on it, without its full text: the largest score and these numbers are from the notes, the mean over
 query heads is FastKV's.
 
-Differences from the paper: what goes on (`tsp_rate`) and what is stored (`budget`) are apart, as in FastKV, where the
-paper has one rate; what a layer stores is ranked by that layer alone; where not all layers attend to all tokens, those
+Differences from the paper: separate parameters for propagation (`tsp_rate`) and storage (`budget`), as in FastKV, where
+the paper has one rate; each layer ranks its own entries to store; if not all layers attend to all tokens, only those
 that do are joined; batches, padding and later turns as in FastKV.
 """
 
@@ -41,7 +41,7 @@ _SCORES, _DROPS = "claa_scores", "claa_drops"
 class CrossLayerTSP(TSP, heads="all", query_aware=True):
     """Token-selective propagation by the largest of several layers' scores; `rate` and the rest as TSP's.
 
-    joined: layers whose scores count, up to the one that drops tokens; 1 is TSP.
+    joined: number of combined layers, up to the one that drops tokens; 1 is TSP.
     """
 
     joined: int = 4
@@ -51,13 +51,13 @@ class CrossLayerTSP(TSP, heads="all", query_aware=True):
         super().__post_init__()
 
     def drops(self, num_layers: int) -> tuple[tuple[int, Budget], ...]:
-        """Layers after which tokens are dropped, in order, and what goes on from each of them."""
+        """Return the layers after which tokens are dropped, in order, with the tokens propagated from each."""
         return ((self.source(num_layers), self.rate),)
 
     def _steps(self, num_layers: int, layers: tuple[int, ...]) -> list[tuple[int, Budget]]:
-        """Return the drops by place among `layers`, those with attention to all tokens; at one place the last counts.
+        """Return the drops by place among `layers`, those with attention to all tokens; the last one of a place counts.
 
-        Tokens are dropped after the first of these layers that is not before the one named.
+        Tokens are dropped after the first of these layers that is not before the named one.
         """
         return list({sum(each < layer for each in layers): rate for layer, rate in self.drops(num_layers)}.items())
 
@@ -85,7 +85,7 @@ class CrossLayerTSP(TSP, heads="all", query_aware=True):
         scores[:, : joined.shape[1]] = joined
         if ctx.valid is not None:
             scores = scores.masked_fill(~ctx.valid[:, 0, -ctx.offered :], float("-inf"))
-        # What the caller wants kept goes on as well, beyond the rate if need be.
+        # Protected tokens are propagated as well, beyond the rate if necessary.
         held, counts = apply_protection(ctx, scores[:, None], counts, insist=True)
         selection = select_top(held[:, 0], counts)
         rest = selection.indices[:, : selection.indices.shape[1] - (ctx.offered - joined.shape[1])]

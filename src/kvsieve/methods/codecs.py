@@ -1,4 +1,4 @@
-"""Parameters that codecs share."""
+"""Shared parameters of codecs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from kvsieve.roles import Codec
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCodec(Codec, heads="own"):
-    """A codec whose blocks and exact entries are parameters.
+    """Base with parameters for blocks and exact entries.
 
-    block: entries that are encoded together, per KV head.
-    tail: newest entries that stay exact, at most.
-    sinks: first entries that stay exact: in most models the first token's key is unlike all others, and much attended.
+    block: entries that are encoded together, per KV head. tail: most newest entries that stay exact. sinks: first
+    entries that stay exact: in most models the first token's key is an outlier with much attention.
     """
 
     block: int = 128
@@ -30,7 +29,7 @@ class BlockCodec(Codec, heads="own"):
 class GroupCodec(BlockCodec, heads="own"):
     """A codec with keys per channel and values per token, in groups of channels.
 
-    group: channels of a value that share a scale; smaller where a head has fewer.
+    group: channels of a value that share a scale; smaller if a head has fewer.
     """
 
     group: int = 64

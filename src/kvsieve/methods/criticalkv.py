@@ -1,11 +1,11 @@
 """CriticalKV: Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective (arXiv 2502.03805).
 
-What an entry changes in a layer's output depends on its value too, as the output projection sees it. Of a budget b,
-half goes to the best by `base`'s scores s; the rest to the largest (s + 1e-4) w, where w is the L1 norm of the value
-after the output projection of a query head, averaged over the heads of the group.
+An entry's effect on a layer's output also depends on its projected value. Half of a budget goes to the best by `base`'s
+scores s; the rest to the largest (s + 1e-4) w, where w is the L1 norm of the value after a query head's output
+projection, averaged over the heads of the group.
 
-Differences from the reference: what `base` protects comes before both; scores that can be negative (K-norm's,
-KeyDiff's) are first raised so that a row's lowest is 0, or a large w would count against an entry.
+Differences from the reference: entries that `base` protects precede both; scores that can be negative (K-norm's,
+KeyDiff's) are first shifted to a minimum of 0 per row, or a large w would count against an entry.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _FLOOR = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class CriticalKV(Wrapper, needs=("output_weight",), heads="own", query_aware=False):
-    """Half of the budget by `base`'s scores, half by scores times the size of what the values put out.
+    """Half of the budget by `base`'s scores, half by scores times the norm of projected values.
 
-    The model must have a plain output projection. A base that weighs values itself should not: for ExpectedAttention
-    set ``use_vnorm=False``.
+    The model must have a plain output projection. A base should not weigh values itself: for ExpectedAttention set
+    ``use_vnorm=False``.
     """
 
     def ranks(self, ctx: LayerContext, kept: tuple[int, ...]) -> Tensor:
@@ -46,7 +46,7 @@ class CriticalKV(Wrapper, needs=("output_weight",), heads="own", query_aware=Fal
 
 
 def projected_norm(ctx: LayerContext) -> Tensor:
-    """[B, Hq, N]: L1 norm of each stored value after the output projection of each query head."""
+    """Return the L1 norm of each stored value after each query head's output projection, [B, Hq, N]."""
     projection = model_facts(ctx).output_weight(ctx.layer_idx)
     batch, heads, length, size = ctx.values.shape
     query_heads, dtype = ctx.query.shape[1], score_dtype(ctx.values.dtype)

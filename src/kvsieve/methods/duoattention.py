@@ -1,14 +1,14 @@
 """DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads (arXiv 2410.10819).
 
-Retrieval heads keep every entry; streaming heads keep the first `sinks` and the most recent ones. Which head is which
-comes from scores per head, measured once per model (`kvsieve calibrate` writes them into a profile). The prompt is
-attended in full by all heads. The budget sets how many heads retrieve: as many of the best as can keep everything while
-the others keep at least sinks + recent; what is left of the total goes to the recent entries of the streaming heads. A
-budget below sinks + recent makes all heads stream, a fifth of it at most as sinks (as in RocketKV's comparison).
+Retrieval heads keep every entry; streaming heads keep the first `sinks` and the most recent ones. Scores per head,
+measured once per model (`kvsieve calibrate` writes them into a profile), distinguish them. All heads attend to the full
+prompt. The budget sets the number of retrieval heads: the most that can keep everything while the others keep at least
+sinks + recent; the rest of the total goes to the streaming heads' recent entries. With a budget below sinks + recent
+all heads stream, with at most a fifth of it as sinks (as in RocketKV's comparison).
 
 Differences from the reference: scores are measured, not trained with gates; the budget is met exactly instead of a
-share of heads; heads keep their order, since storage is ragged; `every=n` rolls the streaming heads while decoding; a
-later turn has as many heads stream as its budget asks for, and what streams never retrieves again.
+share of heads; heads are not reordered, since storage is ragged; `every=n` rolls the streaming heads during decode; in
+later turns more heads may stream, but a streaming head never retrieves again.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from kvsieve.types import LayerContext, Selection
 class DuoAttention(ScoredEvictor, heads="all", ragged=True, query_aware=False):
     """Keep everything in retrieval heads, sinks and recent entries in the others.
 
-    heads: a score per layer and KV head, higher for heads that retrieve. sinks, recent: entries of streaming heads, at
-    least, where the budget allows it.
+    heads: a score per layer and KV head, higher for retrieval heads. sinks, recent: least entries of streaming heads,
+    if the budget allows.
     """
 
     heads: Heads = field(repr=False)
@@ -58,9 +58,9 @@ class DuoAttention(ScoredEvictor, heads="all", ragged=True, query_aware=False):
     def head_counts(
         self, layers: list[int], layer: int, length: int, budget: int, retrieving: int | None = None
     ) -> list[int]:
-        """Entries that each head of `layer` keeps of `length` ones; `budget` on average over the heads of `layers`.
+        """Return the entries kept by each head of `layer`, of `length`; `budget` on average over the heads of `layers`.
 
-        retrieving: how many heads still have all of them; None for all.
+        retrieving: number of heads that have all entries; None for all.
         """
         order = sorted((-score, i, j) for i in layers for j, score in enumerate(self.heads[i]))
         budget = min(budget, length)
@@ -106,15 +106,15 @@ class DuoAttention(ScoredEvictor, heads="all", ragged=True, query_aware=False):
         return selection
 
     def _firsts(self, count: int) -> int:
-        """Sinks of a row of which so many entries stay."""
+        """Return the sinks of a row that keeps `count` entries."""
         return min(self.sinks, count // 5 if count <= self.sinks + self.recent else self.sinks)
 
     def _share_out(self, ctx: LayerContext, counts: tuple[int, ...]) -> bool:
-        """Note what heads that stream may hold, [B, H] in the layer's state; False where all heads still have all.
+        """Record the limits of streaming heads, [B, H] in the layer's state; return False if no head has lost entries.
 
-        Once a prompt is complete, and while decoding for a row that grows beyond its budget. Every layer comes to the
-        same numbers by itself: heads that retrieve have all there ever was, of which `lost` is what its fullest head
-        has not, and those that stream hold as many as each other, give or take one.
+        At the end of a prompt, and during decode for a row that grows beyond its budget. Every layer computes the same
+        numbers: retrieval heads have all entries, except the `lost` ones missing in the fullest head, and streaming
+        heads have equal numbers, up to one.
         """
         heads = ctx.keys.shape[1] * ctx.ranks.size
         may = ctx.layers or range(ctx.num_layers)

@@ -1,11 +1,11 @@
 """DynamicKV: Task-Aware Adaptive KV Cache Compression for Long Context LLMs (arXiv 2412.14838).
 
 A new layer first keeps up to `most` times the budget, its best by pooled window attention. After every `interval`
-layers the best of all layers so far are found together, as many as their budgets allow; each layer is cut to its part
-of them. The same again after the last layer.
+layers, and after the last one, the best entries of all layers so far are determined, up to the sum of their budgets;
+each layer is cut to its part of them.
 
 Differences from the reference: parts are rounded so that the total is met to the entry; no layer keeps less than its
-base needs; a layer that was cut cannot grow again, as there, and what it would be due goes to the others.
+base needs; a layer that was cut cannot grow again, as in the reference, and its further share goes to the others.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from kvsieve.types import LayerContext
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicKV(Cascade, heads="all", query_aware=True):
-    """Divide the budget among layers by where the best entries of all are: ``DynamicKV(base=SnapKV(budget=0.2))``.
+    """Divide the budget among layers by their numbers of best entries: ``DynamicKV(base=SnapKV(budget=0.2))``.
 
-    base: what ranks entries and holds the budget, which is the average; its scores should mean the same in every layer,
-    as attention does. most: times the budget that a layer may keep, at least 1, the window besides. interval: layers
-    after which those so far are compared.
+    base: ranks entries and has the budget, the mean over layers; its scores should be comparable between layers, as
+    attention is. most: most times the budget that a layer may keep, at least 1, without the window. interval: layers
+    between two comparisons.
     """
 
     compares: ClassVar[bool] = True

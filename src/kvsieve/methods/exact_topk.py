@@ -1,9 +1,9 @@
-"""Exact top-k: the oracle of sparse decoding, as RocketKV (arXiv 2502.14051) and others measure against.
+"""Exact top-k: the oracle of sparse decoding, as used by RocketKV (arXiv 2502.14051) and others.
 
-Every stored key is scored, and the t best entries of each query head are read: the most attention mass that any t
-entries can hold. The scores cost as much as dense attention, so this is a yardstick, not a saving; the budget counts
-what is attended to, and the statistics also tell what was looked at. The defaults are RocketKV's. `per_group=True`: one
-set per KV head, by the softmax weights summed over its query heads.
+Every stored key is scored, and each query head attends to its t best entries: the most attention mass that t entries
+can have. The scores cost as much as dense attention, so this is an upper bound, not a saving; the budget counts entries
+attended to, and the statistics also report those scored. The defaults are RocketKV's. `per_group=True`: one set per KV
+head, by the softmax weights summed over its query heads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvsieve.types import AttentionQueries
 )
 @dataclass(frozen=True, kw_only=True)
 class ExactTopK(BudgetReader, static_shapes=True):
-    """Read the entries with the highest logits. per_group: one set for the query heads of a KV head."""
+    """Attend to the entries with the highest logits. per_group: one set for the query heads of a KV head."""
 
     newest: bool = False
     per_group: bool = False

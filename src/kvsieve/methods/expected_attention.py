@@ -1,15 +1,14 @@
 """Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution (arXiv 2510.00636).
 
-Future queries are taken to be distributed as the prompt's, before rotation: mean mu and covariance Sigma per query
-head, the first S tokens left out. Rbar is the rotation averaged over the next `n_future` positions, mu' = Rbar mu and
-Sigma' = Rbar Sigma Rbar^T. With the model's scale s, the logit that a key k can expect is
-z = s mu'.k + s^2 k^T Sigma' k / 2. The score is the softmax of z over all entries but the first S, averaged over the
-group, times ||v||_2. The first S stay.
+Future queries are assumed to be distributed like the prompt's before rotation: mean mu and covariance Sigma per query
+head, without the first S tokens. Rbar is the mean rotation over the next `n_future` positions, mu' = Rbar mu and Sigma'
+= Rbar Sigma Rbar^T. With the model's scale s, the expected logit of a key k is z = s mu'.k + s^2 k^T Sigma' k / 2. The
+score is the softmax of z over all entries except the first S, averaged over the group, times ||v||_2. The first S stay.
 
-Differences from the reference: queries are turned back from their positions instead of projected again; statistics
+Differences from the reference: queries are rotated back from their positions instead of projected again; statistics
 cover all queries of all chunks, merged in float32; each row of a padded batch has its own positions and statistics;
-`every` goes on counting generated tokens' queries; layers without positions rotate by nothing; learned sinks take part
-in the softmax. Where logits are capped z has no such form: refused.
+with `every`, queries of generated tokens count; layers without positions are not rotated; learned sinks are part of the
+softmax. Models with capped logits are refused: z has no such form.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from kvsieve.methods.base import ScoredEvictor, check_int, first_real, model_fac
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext, When
 
-# Queries turned back at a time, positions averaged at a time, and elements of k^T Sigma' formed at a time.
+# Queries rotated back at a time, positions averaged at a time, and elements of k^T Sigma' formed at a time.
 _QUERIES = 1024
 _FUTURE = 64
 _BLOCK_ELEMENTS = 1 << 24
@@ -40,10 +39,10 @@ _BLOCK_ELEMENTS = 1 << 24
 )
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(ScoredEvictor, needs=("rotary", "uncapped"), heads="own", query_aware=False):
-    """Keep the entries that future queries can be expected to attend to.
+    """Keep the entries with the largest expected attention from future queries.
 
-    sinks: S first tokens, always kept, whose queries do not count. n_future: positions after the end that the rotation
-    is averaged over. use_covariance: False for the mean alone. use_vnorm: weigh by the values' norms.
+    sinks: S first tokens, always kept, without their queries. n_future: future positions that the rotation is averaged
+    over. use_covariance: False for the mean alone. use_vnorm: weigh by the values' norms.
     """
 
     sinks: int = 4
@@ -69,7 +68,7 @@ class ExpectedAttention(ScoredEvictor, needs=("rotary", "uncapped"), heads="own"
         return f"{self.sinks} sinks and one more"
 
     def observe(self, ctx: LayerContext) -> None:
-        """Add this pass's queries to the count, mean and scatter that the layer's state holds."""
+        """Add this pass's queries to the count, mean and scatter in the layer's state."""
         if skips(self.skip_layers, ctx):
             return
         new = ctx.query.shape[2]
@@ -133,7 +132,7 @@ class ExpectedAttention(ScoredEvictor, needs=("rotary", "uncapped"), heads="own"
         return scores.masked_fill(sinks, float("inf"))
 
     def _average_turn(self, ctx: LayerContext, dtype: torch.dtype) -> Tensor:
-        """[B, D, D]: what a row vector is multiplied with to be rotated on average over each row's next positions."""
+        """Return the mean rotation over each row's next positions, [B, D, D], to multiply row vectors with."""
         size, device = ctx.keys.shape[3], ctx.keys.device
         basis = torch.eye(size, dtype=dtype, device=device)[None, :, None]
         average: dict[int, Tensor] = {}

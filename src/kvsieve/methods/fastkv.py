@@ -2,17 +2,17 @@
 
 Decoupling of Context Reduction and KV Cache Compression for Prefill-Decoding Acceleration.
 
-Layers up to the TSP layer T read the whole prompt. The hidden states that leave T, after its MLP and residual, are
-gathered at the most salient tokens (eq. 2: pooled window mass, mean over all query heads) and the observation
-window; deeper layers run on those, with their original positions. What every layer stores is decided apart from it:
-group-shared SnapKV with the same window and pooling, `budget` counted on the full prompt in every layer.
+Layers up to the TSP layer T compute the whole prompt. The hidden states after T, its MLP and residual included, are
+reduced to the most salient tokens (eq. 2: pooled window mass, mean over all query heads) and the observation window;
+deeper layers compute only those, with their original positions. Independently, every layer stores by group-shared
+SnapKV with the same window and pooling, with `budget` counted on the full prompt in every layer.
 
-The defaults are the paper's: window 8, kernel 7, TSP rate 20%, KV retention 10%, and the TSP layer that it took on a
-model as deep (15 of 32, 17 of 36), about half the depth.
+The defaults are the paper's: window 8, kernel 7, TSP rate 20%, KV retention 10%, and the TSP layer of a model of the
+same depth (15 of 32, 17 of 36), about half the depth.
 
-Differences from the reference: batches and padding; propagation does not depend on the KV branch; on a later turn
-the new tokens attend to everything stored and only they are propagated (the reference ignores the cache there);
-max pooling as in the reference's evaluation, average pooling by option (the paper does not say which).
+Differences from the reference: batches and padding; propagation does not depend on the KV branch; on a later turn the
+new tokens attend to everything stored and only they are propagated (the reference ignores the cache there); max pooling
+as in the reference's evaluation, average pooling by option (the paper does not say which).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from kvsieve.types import LayerContext, Selection
 
 @dataclass(frozen=True, kw_only=True)
 class TSP(Propagator, heads="all", query_aware=True):
-    """Token-selective propagation: after `layer` only salient tokens go on.
+    """Token-selective propagation: after `layer` only salient tokens continue.
 
-    rate: tokens that go on, window included; a Budget, a share ("30%", 0.3) or a number (2048) of the turn's prompt.
-    layer: T, 0-based; the layer itself still reads everything. None takes the papers' choice, about half the depth.
-    window: W, observing queries at the prompt's end, which always go on.
-    kernel: odd width of the pooling. pooling: "avg" or "max".
+    rate: tokens propagated, including the window; a Budget, a share ("30%", 0.3) or a number (2048) of the turn's
+    prompt. layer: T, 0-based, the last layer with all tokens; None for the papers' choice, about half the depth.
+    window: W, observing queries at the prompt's end, always propagated. kernel: odd width of the pooling. pooling:
+    "avg" or "max".
     """
 
     rate: Budget
@@ -89,7 +89,7 @@ class TSP(Propagator, heads="all", query_aware=True):
         scores[:, : saliency.shape[1]] = saliency
         if ctx.valid is not None:
             scores = scores.masked_fill(~ctx.valid[:, 0, first:], float("-inf"))
-        # What the caller wants kept goes on as well, beyond `rate` if need be.
+        # Protected tokens are propagated as well, beyond `rate` if necessary.
         held, counts = apply_protection(ctx, scores[:, None], counts, insist=True)
         return select_top(held[:, 0], counts)
 

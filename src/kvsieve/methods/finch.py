@@ -1,19 +1,19 @@
 """Finch: Prompt-guided Key-Value Cache Compression (arXiv 2408.00167).
 
-A prompt is a context and its question, the last tokens. The context is read chunk by chunk, each time as [what is kept
-so far | chunk | question]. The question's queries score what is kept and the chunk: softmax over all they see, each
-query's row times the number of entries it sees, so that later rows count as much as earlier ones, mean over the queries
-and the query heads of a group. The best of every KV head stay, as many as the budget's share of what has been read;
-the question is forgotten, and the keys kept are turned to the positions 0, 1, ... without gaps, after which the next
-chunk follows. So neither memory nor positions ever exceed budget, chunk and question. At the end the question is read
-for good, and the conversation goes on behind it.
+A prompt is a context and its question, the last tokens. The context is prefilled chunk by chunk, each as [kept entries
+| chunk | question]. The question's queries score kept entries and chunk: softmax over all visible entries, each query's
+row times the number of entries it sees, so that all rows count equally, mean over the queries and the query heads of a
+group. The best of every KV head stay, up to the budget's share of the context so far; the question is removed, and the
+kept keys are re-rotated to the contiguous positions 0, 1, ... before the next chunk. Memory and positions thus never
+exceed budget, chunk and question. In the end the question is prefilled permanently, and the conversation continues
+after it.
 
-On a later turn the whole conversation is read afresh in the light of its new end. Where a question is yet to come, as
-in evaluations that hide it, the context's own last tokens stand for it.
+On a later turn the whole conversation is prefilled again with its new question. If the question is unknown, as in
+evaluations that hide it, the context's last tokens replace it.
 
-Differences from the reference: what is dropped in an earlier chunk is gone; the share of a budget is exact at the end
-and rounded down before; rows of a batch have chunks and shares of their own; keys turn in float32, ties to the lower
-slot. Models with sliding windows are refused: their layers cannot move what they hold.
+Differences from the reference: entries dropped in an earlier chunk stay dropped; the share of a budget is exact at the
+end and rounded down before; rows of a batch have separate chunks and shares; keys rotate in float32, ties to the lower
+slot. Models with sliding windows are refused: their layers cannot move entries.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from kvsieve.types import LayerContext, Selection
 
 @dataclass(frozen=True, kw_only=True)
 class Finch(ChunkedEvictor, needs=("rotary",), heads="own", takes_quotas=True, query_aware=True):
-    """Read a context in the light of its question, keeping of each chunk what the question attends to.
+    """Prefill a context chunk by chunk, keeping the entries that the question attends to.
 
-    budget: entries stored once the prompt is complete, the question's included. question_tokens: last tokens of the
-    prompt that are its question, at least 1, always kept. chunk_length: tokens of the context per step.
+    budget: entries stored at the end of the prompt, including the question's. question_tokens: length of the question
+    at the prompt's end, at least 1, always kept. chunk_length: tokens of the context per step.
     """
 
     budget: Budget
@@ -60,7 +60,7 @@ class Finch(ChunkedEvictor, needs=("rotary",), heads="own", takes_quotas=True, q
         return self.question_tokens + 1
 
     def scores(self, ctx: LayerContext) -> Tensor:
-        """[B, H, N - question]: what the question's queries make of the entries before theirs."""
+        """Return the question's scores of the entries before it, [B, H, N - question]."""
         count, length = self.question_tokens, ctx.keys.shape[2]
         slots = torch.arange(length, device=ctx.keys.device)
         visible = (slots <= slots[-count:, None])[None, None]
@@ -73,7 +73,7 @@ class Finch(ChunkedEvictor, needs=("rotary",), heads="own", takes_quotas=True, q
         return group_mean(mass, ctx.keys.shape[1])
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection:
-        """The ``counts[b]`` best entries of each head of row b before the question's; see roles.ChunkedEvictor."""
+        """Return the ``counts[b]`` best entries of each head before the question's; see roles.ChunkedEvictor."""
         scores = torch.nn.functional.pad(self.scores(ctx), (0, self.question_tokens), value=float("-inf"))
         return select_top(*apply_protection(ctx, hide_padding(ctx, scores), counts))
 

@@ -1,11 +1,12 @@
-"""FlashPrefill (arXiv 2603.06199): blocks are kept whose estimated weight is near the largest one's.
+"""FlashPrefill (arXiv 2603.06199): keep blocks with an estimated weight close to the largest one's.
 
-Every query meets the mean key of each block; the softmax over blocks, on average over a block's queries, estimates the
-blocks' weights. A block is computed where its weight is at least `alpha` of the largest one that the block of queries
-has: nothing is sorted or added up, and long tails of small weights are cut.
+Every query is multiplied with the mean key of each block; the softmax over blocks, averaged over a block's queries,
+estimates the blocks' weights. A block is computed if its weight is at least `alpha` times the largest of the query
+block: without sorting or summing, and without long tails of small weights.
 
-Differences from the paper: a block of keys counts by its mean alone, without its size or spread; the first block, some
-before the diagonal, and all that the last `full` blocks of queries see are computed, as in the public implementation.
+Differences from the paper: a key block is represented by its mean alone, without its size or spread; the first block,
+some before the diagonal, and all those visible to the last `full` query blocks are computed, as in the public
+implementation.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.block_prefill import BlockPrefill, check_share
 from kvsieve.registry import register_method
 
-# Blocks of queries that are weighed at a time: on a CPU so few that its caches hold their weights.
+# Query blocks weighed at a time: few on a CPU, so that their weights fit into its caches.
 _PART, _PART_ELSEWHERE = 4, 32
 
 
@@ -31,10 +32,7 @@ _PART, _PART_ELSEWHERE = 4, 32
 )
 @dataclass(frozen=True, kw_only=True)
 class FlashPrefill(BlockPrefill, heads="own"):
-    """Attend to blocks whose estimated weight is at least a part of the largest.
-
-    alpha: that part.
-    """
+    """Attend to blocks with an estimated weight of at least `alpha` times the largest."""
 
     alpha: float = 0.1
 
@@ -47,12 +45,12 @@ class FlashPrefill(BlockPrefill, heads="own"):
         return (weights >= self.alpha * weights.amax(-1, keepdim=True)) | self.always(ctx)
 
     def weights(self, ctx: PromptContext) -> Tensor:
-        """Estimated weights of blocks, float32 [B, Hq, query blocks, key blocks]."""
+        """Return estimated weights of blocks, float32 [B, Hq, query blocks, key blocks]."""
         grid, (batch, heads, _, dim), query_heads = ctx.grid, ctx.keys.shape, ctx.query.shape[1]
         asked = grid.padded_queries(ctx.query)
         means = grid.means(ctx.keys).to(asked.dtype).transpose(2, 3)
         hidden = ~grid.visible(asked.device)[:, None]
-        # Queries that fill the last block up are none.
+        # Padding queries of the last block do not count.
         rest = grid.new - (grid.query_blocks - 1) * self.queries
         out = torch.zeros(batch, query_heads, grid.query_blocks, grid.key_blocks, device=asked.device)
         some = _PART if asked.is_cpu else _PART_ELSEWHERE

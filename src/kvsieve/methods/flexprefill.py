@@ -1,12 +1,12 @@
 """FlexPrefill (arXiv 2502.20766): each head chooses its pattern, and as many blocks as its attention needs.
 
-The attention of the last block of queries is computed exactly, as weights of blocks of keys. Where means of queries and
-keys estimate them well, by the root of the Jensen-Shannon divergence, a head is query-aware: blocks are chosen by these
-estimates, the best of the whole head until they have `gamma` of the weight. Other heads get vertical and slash lines,
-of each kind until it has `gamma` of the weight of the last queries.
+The attention of the last query block is computed exactly, as weights of key blocks. If means of queries and keys
+estimate it well, by the root of the Jensen-Shannon divergence, a head is query-aware: it takes the best blocks of the
+whole head by these estimates until they have `gamma` of the weight. Other heads take vertical and slash lines, each
+kind until it has `gamma` of the last queries' weight.
 
-Differences from the paper: lines are blocks wide, and the distances of slash lines are those of blocks; there is no
-least budget but the first block, the one before the diagonal, and the diagonal.
+Differences from the paper: lines are blocks wide, and distances of slash lines are in blocks; the least budget is the
+first block, the one before the diagonal, and the diagonal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvsieve.registry import register_method
 class FlexPrefill(BlockPrefill, heads="own"):
     """Attend to as many blocks or lines as have `gamma` of the weight.
 
-    gamma: share of the weight that is computed. divergence: distance up to which estimates of blocks are trusted.
+    gamma: share of the weight to compute. divergence: largest distance at which estimates of blocks are used.
     """
 
     gamma: float = 0.9
@@ -55,7 +55,7 @@ class FlexPrefill(BlockPrefill, heads="own"):
         return torch.where(aware[..., None, None], flat, along) | always
 
     def estimate(self, ctx: PromptContext) -> Tensor:
-        """Weights of blocks of keys by means of queries and keys, float32 [B, Hq, query blocks, key blocks]."""
+        """Return weights of key blocks by means of queries and keys, float32 [B, Hq, query blocks, key blocks]."""
         grid, (batch, heads) = ctx.grid, ctx.keys.shape[:2]
         asked = grid.padded_queries(ctx.query).unflatten(2, (-1, self.queries)).sum(3, dtype=torch.float32)
         sizes = torch.full((grid.query_blocks,), float(self.queries), device=asked.device)
@@ -67,7 +67,7 @@ class FlexPrefill(BlockPrefill, heads="own"):
 
 
 def _divergence(p: Tensor, q: Tensor) -> Tensor:
-    """Jensen-Shannon divergence of distributions [..., N], in nats."""
+    """Return the Jensen-Shannon divergence of distributions [..., N], in nats."""
     middle = ((p + q) / 2).clamp_min(1e-30).log()
     first, second = (each * (each.clamp_min(1e-30).log() - middle) for each in (p, q))
     return ((first + second) / 2).sum(-1).clamp_min(0)

@@ -1,10 +1,10 @@
-"""Floats of 8 bits: e4m3 (FP8 Formats for Deep Learning, arXiv 2209.05433), a scale per KV head and block.
+"""8-bit floats: e4m3 (FP8 Formats for Deep Learning, arXiv 2209.05433), with a scale per KV head and block.
 
-A number is rounded to the nearest of the format's, of which the scale makes +-448, the largest, the largest of a block.
+Numbers are rounded to the nearest of the format's, scaled such that the largest of a block becomes +-448.
 
-Differences from the reference: codes are the numbers' places in ascending order instead of their bit patterns, which
-decodes alike; ties go to the lower number; -0 is 0. The one scale of a block is stored once per channel, which costs an
-eighth of a bit per number of a block of 128, and needs no layout of its own.
+Differences from the reference: codes are the numbers' ranks instead of their bit patterns, with the same decoded
+values; ties round down; -0 is 0. The scale of a block is stored once per channel, which costs an eighth of a bit per
+number of a block of 128 and needs no special layout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvsieve.registry import register_method
 )
 @dataclass(frozen=True, kw_only=True)
 class FP8(BlockCodec, heads="own"):
-    """Encode keys and values as floats of 8 bits, of 4 bits of exponent and 3 of mantissa."""
+    """Encode keys and values as 8-bit floats with 4 bits of exponent and 3 of mantissa."""
 
     def keys(self, dim: int) -> CodeFormat:
         return CodeFormat(8, "channel", zero=False, levels=float8_levels())

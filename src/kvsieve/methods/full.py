@@ -1,4 +1,4 @@
-"""Full KV: every entry is kept and read. The reference of every ratio."""
+"""Full KV: no eviction, dense attention. The reference of every ratio."""
 
 from __future__ import annotations
 

@@ -2,14 +2,15 @@
 
 Discovering the Gems in Early Layers: Accelerating Long-Context LLMs with 1000x Input Token Reduction.
 
-The prompt is read up to a filter layer only. There each token's score is the dot product of its key with the prompt's
-last query, unscaled and without softmax, summed over all query heads and average-pooled along the sequence. The ids
-of the best k tokens, in order, are a fresh prompt at positions 0..k-1, read in full; decoding goes on at k. So one
-budget sets the cost of reading and what is stored, and nothing of the first pass survives.
+A first pass over the prompt ends at a filter layer. There each token's score is the dot product of its key with the
+prompt's last query, unscaled and without softmax, summed over all query heads and average-pooled along the sequence.
+The ids of the best k tokens, in order, are prefilled as a new prompt at positions 0..k-1; decode continues at k. So one
+budget sets the costs of prefill and storage, and nothing of the first pass is kept.
 
-Differences from the reference: the prompt's last token always goes on (``paper=True`` sets `keep_last=0` as there, and
+Differences from the reference: the prompt's last token is always kept (``paper=True`` sets `keep_last=0` as there, and
 answers may then start from a wrong token); batches and padding; on a later turn the whole conversation is filtered
-afresh; without `layer` the filter layer is the published one of a model as deep (kvsieve.defaults.LAYERS), else 13/32.
+again; without `layer` the filter layer is the published one of a model of the same depth (kvsieve.defaults.LAYERS),
+else 13/32.
 """
 
 from __future__ import annotations
@@ -40,13 +41,11 @@ from kvsieve.types import LayerContext, Selection
 )
 @dataclass(frozen=True, kw_only=True)
 class GemFilter(Propagator, heads="all", query_aware=True):
-    """Read again only the tokens that the prompt's last query points to at `layer`.
+    """Prefill again only the tokens that the prompt's last query selects at `layer`.
 
-    budget: k, tokens that are read again; a Budget, a share ("20%", 0.2) or a number (1024) of the whole prompt.
-    layer: the filter layer, 0-based, the last one of the first pass. None for the published
-        one of a model as deep, else 13/32 of the depth.
-    kernel: odd width of the average pooling.
-    keep_last: last tokens that always go on, within the budget.
+    budget: k, tokens prefilled again; a Budget, a share ("20%", 0.2) or a number (1024) of the whole prompt. layer: the
+    filter layer, 0-based, the last one of the first pass. None for the published one of a model of the same depth, else
+    13/32 of the depth. kernel: odd width of the average pooling. keep_last: last tokens always kept, within the budget.
     """
 
     budget: Budget
@@ -98,15 +97,15 @@ class GemFilter(Propagator, heads="all", query_aware=True):
         return pack(*self.best(ctx, counts))
 
     def best(self, ctx: LayerContext, counts: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
-        """bool [B, N], the ``counts[b]`` tokens of each row that are read again; and how many, if more must be."""
+        """Return the ``counts[b]`` tokens of each row to prefill again, bool [B, N]; and their final numbers."""
         dtype = score_dtype(ctx.keys.dtype)
         batch, heads, length, dim = ctx.keys.shape
-        # Dot products are linear, so the query heads of a group can be summed before.
+        # Dot products are linear, so the query heads of a group can be summed first.
         query = ctx.query[:, :, -1].to(dtype).view(batch, heads, -1, dim).sum(2)
         scores = torch.zeros(batch, length, dtype=dtype, device=ctx.keys.device)
         for head in range(heads):
             scores += (ctx.keys[:, head].to(dtype) @ query[:, head, :, None])[..., 0]
-        # A mean over ranks of sums over heads ranks tokens as the sum over all heads does.
+        # A mean over ranks of sums over heads ranks tokens like the sum over all heads.
         scores = ctx.ranks.mean(scores)
         real = None if ctx.valid is None else ctx.valid[:, 0]
         # Pooling counts zeros beyond the ends, and so it must at a row's own start.

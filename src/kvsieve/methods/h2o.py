@@ -1,13 +1,13 @@
 """H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models (arXiv 2306.14048).
 
-Kept: the most recent entries, and those that all queries so far have attended to most ("heavy hitters"), by the
-softmax mass a KV head's entries received, summed over every query of the prompt and every generated token. The sums
-travel with the entries that stay.
+Kept: the most recent entries, and "heavy hitters", those with the largest softmax mass in a KV head, summed over every
+query of the prompt and every generated token. The sums move with their entries.
 
 The defaults are the paper's: half of the budget for recent entries, eviction in every step.
 
-Differences from the reference: exact causal mass in blocks of queries, never N x N; group queries are summed; padded
-batches; `every` may evict in blocks. Sums favour early entries, which more queries have seen, as in the paper.
+Differences from the reference: exact causal mass in blocks of queries, without an N x N matrix; group queries are
+summed; padded batches; `every` may evict in blocks. Sums favour early entries, which more queries have seen, as in the
+paper.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BLOCK = 256
 
 
 def received_mass(ctx: LayerContext) -> Tensor:
-    """[B, H, N] mass that each entry received from this pass's queries, group mean, causal."""
+    """Return the mass that each entry received from this pass's queries, [B, H, N], group mean, causal."""
     length, new = ctx.keys.shape[2], ctx.query.shape[2]
     total: Tensor | None = None
     for start in range(0, new, _BLOCK):
@@ -40,15 +40,15 @@ def received_mass(ctx: LayerContext) -> Tensor:
 
 
 def moved(mass: Tensor, index: Tensor, to: Tensor) -> Tensor:
-    """Give the mass of tokens to their slots now, which encoding moves where rows have different lengths.
+    """Move the mass of tokens to their current slots, which encoding changes if rows have different lengths.
 
     Args:
         mass: [B, H, M].
         index: int32 [B, H, M], the token of each; -1 for filler.
-        to: int32 [B, H, N], the same of the slots now.
+        to: int32 [B, H, N], the same for the current slots.
 
     Returns:
-        [B, H, N], 0 for tokens that have none yet.
+        [B, H, N], 0 for tokens without mass so far.
     """
     known, order = index.sort(-1)
     place = torch.searchsorted(known, to.contiguous()).clamp_max(known.shape[-1] - 1)
@@ -69,8 +69,7 @@ def moved(mass: Tensor, index: Tensor, to: Tensor) -> Tensor:
 class H2O(ScoredEvictor, heads="own", query_aware=True):
     """Keep recent entries and heavy hitters.
 
-    recent: share of the budget, less what the caller protects, for the most recent entries, in [0, 1]; the paper takes
-    half.
+    recent: share of the budget, without protected entries, for the most recent entries, in [0, 1]; the paper uses half.
     """
 
     every: int | None = 1
@@ -117,7 +116,7 @@ class H2O(ScoredEvictor, heads="own", query_aware=True):
         return selection
 
     def observe(self, ctx: LayerContext) -> None:
-        """Add this pass's mass to that of the passes before, [B, H, N] in the layer's state, with the token indices."""
+        """Add this pass's mass to that of earlier passes, [B, H, N] in the layer's state, with the token indices."""
         if skips(self.skip_layers, ctx):
             return
         mass, before = received_mass(ctx), ctx.state.get("mass")

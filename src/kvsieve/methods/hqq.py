@@ -1,13 +1,13 @@
 """Half-quadratic zero points: HQQ, Half-Quadratic Quantization of Large Machine Learning Models (Mobius Labs, 2023).
 
-A range's least and largest number need not be the best ends for its codes. HQQ minimises a norm of the errors that
-forgives outliers, sum |x - decoded| ** p with p = 0.7, over the zero, by turns: errors e are shrunk to those that count
-as outliers, sign(e) max(|e| - |e| ** (p - 1) / beta, 0), then the zero is the mean of x - e - code * scale, and codes
-follow; beta grows by 1% each time.
+A range's extremes need not be the best ends for its codes. HQQ minimises a norm of the errors that tolerates outliers,
+sum |x - decoded| ** p with p = 0.7, over the zero, alternating two steps: errors e are shrunk to their outliers,
+sign(e) max(|e| - |e| ** (p - 1) / beta, 0), then the zero becomes the mean of x - e - code * scale, with new codes;
+beta grows by 1% each time.
 
-Differences from the reference: errors are measured in steps of the group's scale, so that beta = 10 means the same
-whatever the numbers' size; each group keeps the zero of its least error, where the reference stops all groups together;
-it encodes weights, here keys per channel and values per token, as in `kivi`, whose differences hold here as well.
+Differences from the reference: errors are measured in steps of the group's scale, so that beta = 10 does not depend on
+the numbers' size; each group keeps the zero of its least error, where the reference stops all groups together; it
+encodes weights, here keys per channel and values per token, as in `kivi`, with the same differences.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class HQQ(KIVI, heads="own"):
     def fit(self, form: CodeFormat, x: Tensor, dim: int) -> tuple[Tensor, Tensor | None]:
         scale, best = fit_range(form, x, dim)
         assert best is not None
-        # In steps of the scale: a number is its code and the zero.
+        # In steps of the scale: a number is its code plus the zero.
         step = torch.where(scale > 0, scale, torch.ones_like(scale))
         steps, zero = x / step, best / step
         best = zero

@@ -1,16 +1,15 @@
 """Hybrid sparse attention (HSA), the second stage of RocketKV (arXiv 2502.14051), section 3.3 and algorithm 1.
 
-Which entries matter is estimated along both the sequence and the head dimension: from the bounds of pages of P entries,
-and of these only in the k1 channels in which the queries of a group are largest, the greatest or least value of a page
-by the sign of the queries' sum. Softmax weights at SparQ's temperature, summed over the group, choose the k2 entries
-that are read exactly.
+Entries are estimated along the sequence and the head dimension: by the bounds of pages of P entries, in the k1 channels
+with the largest queries of a group, using a page's greatest or least value by the sign of the queries' sum. Softmax
+weights at SparQ's temperature, summed over the group, choose the k2 entries to attend to.
 
-The budget t is what a step reads per KV head, in entries, half of it for the estimate: with c = cap / t and cap the
-entries that may be stored, P = ceil(sqrt(c)) (1 where that is more than c), k1 = D P / c, k2 = t / 2.
+The budget t is the number of entries read per KV head and step, half of it for the estimate: with c = cap / t and cap
+the most entries stored, P = ceil(sqrt(c)) (1 if that exceeds c), k1 = D P / c, k2 = t / 2.
 
-Differences from the reference: the newest page is always read, of it the k2 / 2 newest entries at most (`newest=False`,
-which ``paper=True`` sets, as there); what fits the budget is read whole; pages lie over the entries that are stored, in
-order; where c is above D^2, P = ceil(c / D), so that one channel of every page is within the budget.
+Differences from the reference: the newest page is always read, up to its k2 / 2 newest entries (not with
+`newest=False`, which ``paper=True`` sets); contexts within the budget are read whole; pages cover the stored entries,
+in order; for c above D^2, P = ceil(c / D), so that one channel of every page is within the budget.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from kvsieve.types import AttentionQueries
 
 
 def stored_entries(length: int, new_tokens: int, tokens: int) -> int:
-    """RocketKV's adaptive split: entries per KV head that may be stored once all tokens have come.
+    """Return the most entries per KV head that RocketKV's adaptive split stores once all tokens have come.
 
-    length: tokens of the prompt; new_tokens: after it, for which twice their number is the least; tokens: t. With
-    c = S / t the first stage compresses by c^r, r = min(0.2 + 0.06 log2 c, 0.8), the second by what is left.
+    length: tokens of the prompt; new_tokens: after it, at most half of the result; tokens: t. With c = S / t the first
+    stage compresses by c^r, r = min(0.2 + 0.06 log2 c, 0.8), the second by the rest.
     """
     total = length + new_tokens
     ratio = max(1.0, total / tokens)
@@ -44,10 +43,10 @@ def stored_entries(length: int, new_tokens: int, tokens: int) -> int:
 
 
 def hsa_setting(stored: int, tokens: int, dim: int, page: int | None = None) -> Setting:
-    """P, k1 and k2 for `stored` entries read at a budget of `tokens`; page: P where it is given."""
+    """Return P, k1 and k2 for `stored` entries and a budget of `tokens`."""
     ratio = max(1.0, stored / tokens)
     if page is None:
-        # A channel is the least that can be looked at, of so many pages at most.
+        # The minimum is one channel, which limits the number of pages.
         page = max(math.ceil(math.sqrt(ratio)), math.ceil(ratio / dim))
         page = 1 if page > ratio else page
     channels = min(max(int(dim * page / ratio), 1), dim)
@@ -56,9 +55,9 @@ def hsa_setting(stored: int, tokens: int, dim: int, page: int | None = None) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class HSA(BudgetReader, PagedReader, static_shapes=True):
-    """Read the entries that pages' bounds in few channels promise most of.
+    """Attend to the entries with the highest estimates by pages' bounds in few channels.
 
-    after_eviction: what is stored is what RocketKV's first stage has left, which P and k1 depend on.
+    after_eviction: RocketKV's first stage has evicted, which P and k1 depend on.
     """
 
     after_eviction: bool = False

@@ -1,10 +1,10 @@
-"""Whole numbers of 8 bits, per token: symmetric, from -127 to 127, as LLM.int8() has vectors (arXiv 2208.07339).
+"""8-bit integers per token: symmetric, from -127 to 127, as vectors in LLM.int8() (arXiv 2208.07339).
 
-Each key and each value of a head is one scale, its largest absolute number over 127, and a whole number per channel,
+Each key and each value of a head is one scale, its largest absolute number over 127, and an integer per channel,
 rounded to nearest.
 
-Differences from the reference: it has activations that are multiplied, here they are stored; no channels are kept
-apart (`outlier` does that).
+Differences from the reference: stored entries instead of multiplied activations; no separate outlier channels
+(`outlier` has them).
 """
 
 from __future__ import annotations

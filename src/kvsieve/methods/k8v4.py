@@ -3,12 +3,12 @@
 Attention is more sensitive to errors of keys, which softmax magnifies, than to those of values, which it averages: at
 equal bytes, 8 and 4 bits lose less than 6 and 6.
 
-Keys are encoded per channel. Per token would cost as many bytes (two numbers for each channel of 128 tokens, one for
-each token of 64 channels), and one large channel, as Qwen's models have, would take the levels of all others.
+Keys are encoded per channel. Per token would cost the same (two numbers for each channel of 128 tokens, one for each
+token of 64 channels), and one large channel, as in Qwen's models, would use up the levels of all others.
 
-Differences from the references: one pair for all layers, where KVTuner searches one for each and AsymKV gives the later
-layers fewer bits; keys and values as in `kivi`, whose differences hold here as well. Values may be rotated instead:
-with keys in 4 bits and values in 2, that is far nearer to full KV than 3 bits for both, at the bytes of `rotated` of 3.
+Differences from the references: one pair for all layers, where KVTuner searches one for each and AsymKV gives later
+layers fewer bits; keys and values as in `kivi`, with the same differences. Values may be rotated instead: with keys in
+4 bits and values in 2, that is far closer to full KV than 3 bits for both, at the bytes of `rotated` with 3.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class K8V4(GroupCodec, heads="own"):
 
     key_bits: 2, 3, 4 or 8.
     value_bits: 2, 3, 4 or 8.
-    rotate_values: encode values as `rotated` does, of 4 bits at most.
+    rotate_values: encode values as `rotated` does, in at most 4 bits.
     """
 
     key_bits: Literal[2, 3, 4, 8] = 8

@@ -1,15 +1,15 @@
 """KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference (arXiv 2504.15364).
 
-Keys that resemble all others tend to be attended to little. The anchor of a KV head is the mean of its normalised
-keys; an entry's score is minus the cosine of its key with the anchor, and the most distinct stay. Needs no queries.
+Keys similar to all others tend to get little attention. The anchor of a KV head is the mean of its normalised keys; an
+entry's score is minus the cosine of its key with the anchor. Needs no queries.
 
-`chunks=True` is the paper's block-wise form: after every chunk of a chunked prefill (``chunk=128`` is its block) what
-is stored, the new chunk included, is judged against an anchor of its own and reduced to the budget, so that memory is
-bounded while the prompt is read. Then a share of the budget is one of what has been read so far. Chunks are counted
-from the prompt's end, so that the first may be the shortest.
+`chunks=True` is the paper's block-wise form: after every chunk of a chunked prefill (``chunk=128`` is its block) all
+stored entries, including the new chunk, are scored with their own anchor and reduced to the budget, so that memory is
+bounded during prefill. A share of the budget is then one of the tokens so far. Chunks are counted from the prompt's
+end, so that the first may be the shortest.
 
-Differences from the reference: by default once, at the end of the prompt; no recent entries are set aside; keys as
-stored, after rotation; padded batches.
+Differences from the reference: by default once, at the end of the prompt; no reserved recent entries; keys as stored,
+after rotation; padded batches.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from kvsieve.types import LayerContext, When
 )
 @dataclass(frozen=True, kw_only=True)
 class KeyDiff(ScoredEvictor, heads="own", query_aware=False, fixed_counts=True):
-    """Keep the entries whose keys are least like the mean key.
+    """Keep the entries with keys least similar to the mean key.
 
-    chunks: also after each chunk of a chunked prompt, whose next chunks then attend to what is left.
+    chunks: also evict after each chunk of a chunked prompt; later chunks attend to the remaining entries.
     """
 
     chunks: bool = False

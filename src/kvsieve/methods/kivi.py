@@ -1,11 +1,11 @@
 """KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache (arXiv 2402.02750).
 
-Keys are encoded per channel, each channel's scale and zero spanning a block of tokens; values per token, each group of
-channels with its own. A few key channels are much larger than the others, in all tokens: they get scales of their own.
+Keys are encoded per channel, with a scale and zero for each channel of a block of tokens; values per token, with one
+for each group of channels. A few key channels are much larger than the others in all tokens: they get separate scales.
 
-Differences from the reference: keys and values leave the exact entries together, a block at a time, where the paper
-lets values go one by one; the exact entries shrink with what is stored (`Codec.newest`); blocks of 128 tokens and
-groups of 64 channels, where the paper has groups of 32 within a residual of 128: `block=32`, `group=32` is its setting.
+Differences from the reference: keys and values are encoded together, a block at a time, where the paper encodes values
+one by one; the number of exact entries shrinks with the stored ones (`Codec.newest`); blocks of 128 tokens and groups
+of 64 channels, where the paper has groups of 32 within a residual of 128 (`block=32`, `group=32`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kvsieve.registry import register_method
 )
 @dataclass(frozen=True, kw_only=True)
 class KIVI(GroupCodec, heads="own"):
-    """Encode keys per channel and values per token, as whole numbers between each group's least and largest.
+    """Encode keys per channel and values per token, as integers between each group's extremes.
 
-    bits: 2, 3, 4 or 8, of keys and values alike.
+    bits: 2, 3, 4 or 8, of keys and values.
     """
 
     bits: Literal[2, 3, 4, 8] = 4

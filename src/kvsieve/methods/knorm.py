@@ -1,10 +1,10 @@
 """K-norm: A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression (arXiv 2406.11430).
 
 Keys of small norm tend to attract attention: keep the smallest ||k|| per KV head. Needs no queries; nothing is
-protected, since sinks have tiny norms in most models. Rotation preserves the norm, so post-RoPE keys serve.
+protected, since sinks have tiny norms in most models. Post-RoPE keys serve, since rotation preserves norms.
 
-Differences from the reference: the budget is that of every kvsieve method, so no minimum prompt length
-(`prune_after`) applies; kept entries stay in ascending order.
+Differences from the reference: kvsieve's budgets, without a minimum prompt length (`prune_after`); kept entries in
+ascending order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvsieve.types import LayerContext
 )
 @dataclass(frozen=True, kw_only=True)
 class KNorm(ScoredEvictor, heads="own", query_aware=False, fixed_counts=True):
-    """Keep the entries whose keys have the smallest L2 norm; the paper recommends ``skip_layers=2``."""
+    """Keep the entries with the smallest L2 norms of keys; the paper recommends ``skip_layers=2``."""
 
     def scores(self, ctx: LayerContext) -> Tensor:
         return -ctx.keys.to(score_dtype(ctx.keys.dtype)).norm(dim=-1)

@@ -1,16 +1,17 @@
 """KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction (arXiv 2505.23416).
 
-The model is made to repeat its context: once it is read, every chunk of it is fed once more, after a request to repeat
-it, and from the second on after the last 8 tokens of the chunk before. An entry's score is the largest attention it
-gets from any of the tokens fed and any query head of its group, in a softmax over the prefix, the chunk and the tokens
-fed. Nothing fed stays. The best entries of all layers and heads together stay, so heads keep different numbers; or the
-best of each head (`uniform=True`). What follows the prompt plays no part, so what is kept serves any question.
+The model is made to repeat its context: after prefill, every chunk of it is fed once more, after a request to repeat it
+and, from the second chunk, the last 8 tokens of the chunk before. An entry's score is the largest attention it gets
+from any of the tokens fed and any query head of its group, in a softmax over the prefix, the chunk and the tokens fed.
+Fed tokens are not stored. The best entries of all layers and heads together stay, so that heads keep different numbers,
+or the best of each head (`uniform=True`). The choice does not depend on the text after the prompt, so it serves any
+question.
 
-Chunks are of the whole conversation: on a later turn it is repeated again, and what was dropped stays dropped. The
-prompt is read as ever; repeating it costs about as much again, or twice that.
+Chunks cover the whole conversation: on a later turn it is repeated again; dropped entries stay dropped. Repeating costs
+as much as the prefill, or up to twice that.
 
-Differences from the reference: the prefix is protected whatever its length; the total is exact, ties go to the lower
-layer, head and slot; each row of a batch has chunks of its own tokens; the end of a prompt is repeated with it.
+Differences from the reference: the prefix is protected at any length; the total is exact, ties go to the lower layer,
+head and slot; each row of a batch has chunks of its own tokens; the end of a prompt is repeated with it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kvsieve.registry import register_method
 from kvsieve.roles import ProbePasses, ProbingEvictor, Traits
 from kvsieve.types import LayerContext, Ranks, Selection
 
-# Tokens of the chunk before that lead to a chunk.
+# Tokens of the chunk before, fed before a chunk.
 _LEAD = 8
 _STATE = "kvzip"
 _REQUESTS = ("repeat_ids", "go_on_ids", "answer_ids")
@@ -49,13 +50,13 @@ _REQUESTS = ("repeat_ids", "go_on_ids", "answer_ids")
 class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_aware=False):
     """Keep the entries that the model needs to repeat its context.
 
-    budget: entries per layer and KV head, on average over layers and heads unless ``uniform``, prefix included.
+    budget: entries per layer and KV head, including the prefix, on average over layers and heads unless ``uniform``.
     prefix: first tokens that always stay, such as a system prompt, at least 1. chunk_length: tokens repeated at once.
-    uniform: as many in every head. repeat_ids, go_on_ids: token ids that ask to repeat, before the first chunk and
-    before later ones, which follow with the last 8 tokens of the chunk before; answer_ids: what a chat template writes
-    before the answer; () for nothing. What is None is made with `repeat_requests` once there is a tokenizer
-    (``attach(model, plan, tokenizer=tokenizer)``, a chat, the command line, evaluations); no prompt is read before.
-    skip_layers: layers that keep all, not counted.
+    uniform: the same number in every head. repeat_ids, go_on_ids: token ids of the requests to repeat, before the first
+    chunk and before later ones, each followed by the last 8 tokens of the chunk before; answer_ids: the chat template's
+    header of an answer; () for nothing. None is filled in by `repeat_requests` with a tokenizer (``attach(model, plan,
+    tokenizer=tokenizer)``, a chat, the command line, evaluations), which a prompt requires. skip_layers: layers that
+    keep all, not counted.
     """
 
     budget: Budget
@@ -103,7 +104,7 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
 
     @property
     def probe_identity(self) -> KVzip:
-        # Scores are those of the whole prompt, however much of it stays.
+        # Scores cover the whole prompt, however much of it stays.
         return replace(self, budget=Budget(ratio=1.0), uniform=False)
 
     def probe(self, passes: ProbePasses) -> None:
@@ -115,7 +116,7 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
             rows = [self.fed(ids[real], start) for ids, real in zip(passes.ids, passes.real, strict=True)]
             size = max(map(len, rows))
             ids, real = passes.ids.new_zeros(len(rows), size), passes.real.new_zeros(len(rows), size)
-            # Filler comes last: between a row and what is fed, it would count as part of sliding windows.
+            # Filler comes last: between a row and the fed tokens, it would count as part of sliding windows.
             for row, fed in enumerate(rows):
                 ids[row, : len(fed)], real[row, : len(fed)] = fed, True
             observe = functools.partial(self._score, scores, numbers, start)
@@ -125,7 +126,7 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
             passes.state(index)["kvzip_closes"] = index == max(scores)
 
     def fed(self, tokens: Tensor, start: int) -> Tensor:
-        """Return the tokens that repeat the chunk of a row's true `tokens` [n] from `start`; empty if there is none."""
+        """Return the tokens that repeat the chunk from `start` of a row's `tokens` [n], without padding, or none."""
         chunk = tokens[start : start + self.chunk_length]
         if not len(chunk):
             return chunk
@@ -134,7 +135,7 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
         return torch.cat([chunk.new_tensor(before), chunk])
 
     def _score(self, scores: dict[int, Tensor], numbers: Tensor, start: int, ctx: LayerContext) -> None:
-        """Raise the scores [B, H, N] of a layer's entries in the chunk from token `start` on to what they get here."""
+        """Raise the scores [B, H, N] of a layer's entries in the chunk from token `start` to their attention here."""
         if skips(self.skip_layers, ctx):
             return
         fed = ctx.query.shape[2]
@@ -179,9 +180,9 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
     def _threshold(
         self, layers: dict[int, tuple[Tensor, int]], counts: tuple[int, ...], ranks: Ranks
     ) -> dict[int, Selection]:
-        """The best entries of all layers and heads together: what each layer keeps.
+        """Return the best entries of all layers and heads together, by layer.
 
-        layers: per layer the scores [B, H, N] of all heads, and how many slots this rank's have, the last of N.
+        layers: per layer the scores [B, H, N] of all heads, and the number of this rank's slots, the last of N.
         """
         device = next(iter(layers.values()))[0].device
         every = torch.cat([scores.flatten(1).to(device) for scores, _ in layers.values()], 1)
@@ -198,9 +199,9 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
 
 
 def repeat_requests(tokenizer: Any) -> dict[str, tuple[int, ...]]:
-    """Return KVzip's texts as a tokenizer's ids: ``plan("kvzip", **repeat_requests(tokenizer))``.
+    """Return KVzip's texts as token ids: ``plan("kvzip", **repeat_requests(tokenizer))``.
 
-    Right for a prompt that is a user's message still open, or plain text.
+    For a prompt that is an open user message, or plain text.
     """
     answer = ""
     if getattr(tokenizer, "chat_template", None):

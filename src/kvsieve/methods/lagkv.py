@@ -1,25 +1,25 @@
 """LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important (arXiv 2504.04704), eqs. 7-13.
 
-After S sinks the entries are cut into partitions of L. Each is judged once, against the next one: keys and values are
-scaled, channel by channel, to the range they have there (eqs. 7-9), a token's score is the softmax, over its
-partition, of the spread over channels (eqs. 10-11), keys and values added. The best r L of every KV head stay. The last
-partition and the remainder always stay, so it runs again whenever another partition has filled: after the prompt, after
-its chunks, and while decoding. No queries and no attention weights are needed.
+After S sinks the entries are cut into partitions of L. Each is scored once, relative to the next one: keys and values
+are scaled, channel by channel, to the range they have there (eqs. 7-9); a token's score is the softmax, over its
+partition, of the spread over channels (eqs. 10-11), summed for keys and values. The best r L of every KV head stay, and
+so do the last partition and the remainder. Eviction runs whenever another partition is full: after the prompt, after
+its chunks, and during decode. Needs no queries or attention weights.
 
-r is solved from the budget (eq. 13) whenever something must go, for all of the conversation: partitions that kept more
-are cut to it by the scores they got, so that all keep alike, as if it had been one prompt. With ``chunks=True`` it runs
-as in the paper: r is the budget's share itself, and what a partition has kept stays.
+r is solved from the budget (eq. 13) for the whole conversation at each eviction: partitions that kept more are cut by
+their scores, so that all keep equal numbers, as with a single prompt. ``chunks=True`` is as in the paper: r is the
+budget's share itself, and kept entries of a partition stay.
 
-Variants: "local" takes the range from the partition itself (eqs. 14-15); "l2" ranks by the smallest key norm, on the
-same frame, all of `skip_layers=2` first layers kept.
+Variants: "local" uses the range of the partition itself (eqs. 14-15); "l2" ranks by the smallest key norm in the same
+scheme, with `skip_layers=2`.
 
 The defaults are the paper's of section 3.2 (RULER): lag 128, r by eq. 13, with the 16 sinks of section 3.3, which 3.2
-does not name. Section 3.3 has lags of 128, 512 and 1024 and a fixed r: `lag=1024, chunks=True`.
+does not state. Section 3.3 has lags of 128, 512 and 1024 and a fixed r: `lag=1024, chunks=True`.
 
-Differences from the reference: scores in float32; channels that are constant in the next partition have a range of
-1e-6 instead of dividing by zero; kept entries ascending; rows of a batch have partitions of their own. Unless
-``chunks``, the budget is met to the entry, the newest partitions sharing what rounding r L down leaves, and holds over
-turns and, up to a partition that fills, while decoding.
+Differences from the reference: scores in float32; channels that are constant in the next partition have a range of 1e-6
+instead of dividing by zero; kept entries ascending; rows of a batch have separate partitions. Unless ``chunks``, the
+budget is met to the entry, with the remainders of rounding r L down given to the newest partitions, and holds over
+turns and, up to a partition in progress, during decode.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ Variant = Literal["lag", "local", "l2"]
 )
 @dataclass(frozen=True, kw_only=True)
 class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remembers=True):
-    """Judge each partition of `lag` entries against the next, and keep its best per KV head.
+    """Score each partition of `lag` entries relative to the next, and keep its best per KV head.
 
-    budget: entries left after the prompt, sinks, last partition and remainder included. sinks: S first tokens, never
-    judged. lag: L, entries per partition. variant: see the module. chunks: also between the chunks of a chunked
-    prompt, which then attend to what is left; r is then the budget's share itself, sinks and the last entries besides.
-    decode: also while decoding. skip_layers: layers that keep all: how many at the start, or which.
+    budget: entries left after the prompt, including sinks, last partition and remainder. sinks: S first tokens, always
+    kept. lag: L, entries per partition. variant: see the module. chunks: also evict between the chunks of a chunked
+    prompt, which then attend to the remaining entries; r is then the budget's share itself, without sinks and last
+    entries. decode: also during decode. skip_layers: layers that keep all: how many at the start, or which.
 
     A partition with more protected entries than its share keeps those; the others then keep less, unless ``chunks``.
     """
@@ -94,7 +94,7 @@ class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remember
         return self.sinks + 2 * self.lag
 
     def shares(self, sizes: Sequence[int], room: int, protected: Sequence[int]) -> list[int]:
-        """Divide `room` entries equally among partitions of these `sizes`, as far as they have as many.
+        """Divide `room` entries equally among partitions of these `sizes`, within their sizes.
 
         protected: how many must stay of each.
         """
@@ -105,7 +105,7 @@ class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remember
 
         each = max(bisect.bisect_right(range(self.lag + 1), room, key=lambda each: sum(kept(each))) - 1, 0)
         shares = kept(each)
-        # What is left over is less than one for each that could keep more; the newest do.
+        # The remainder is less than one per partition that could keep more; the newest get it.
         rest = room - sum(shares)
         for index in reversed(range(len(parts))):
             if rest > 0 and shares[index] == each < sizes[index]:
@@ -115,18 +115,18 @@ class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remember
 
     @property
     def _fixed(self) -> int:
-        """floor(r L) where r is the budget's share itself."""
+        """Return floor(r L) if r is the budget's share itself."""
         return int(self.lag * (self.budget.ratio or 0))
 
     def _acts(self, stored: int, count: int, done: int, ends_prompt: bool) -> bool:
-        """Return True if a row loses some of its entries; `done` of them are sinks or judged."""
+        """Return True if a row evicts entries; `done` of them are sinks or scored."""
         another = self._new(stored, done) > 0
         if self.chunks:
             return another
         return stored > count and (another or (ends_prompt and done > self.sinks))
 
     def _new(self, stored: int, done: int) -> int:
-        """Return the number of partitions of a row to judge next; see `_acts`."""
+        """Return the number of partitions of a row to score next; see `_acts`."""
         complete = max((stored - done) // self.lag - 1, 0)
         if not self.chunks:
             return complete
@@ -139,14 +139,14 @@ class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remember
             return True
         if "counts" not in state:
             return False
-        # Asked at every token.
+        # Called at every token.
         judged = state["judged"].sum(1).tolist() if "judged" in state else [0] * len(stored)
         rows = zip(stored, state["counts"].tolist(), judged, strict=True)
         return not any(self._acts(entries, count, self.sinks + done, False) for entries, count, done in rows)
 
     @staticmethod
     def _judged(state: dict[str, Any], rows: int) -> Tensor:
-        """int64 [B, P]: entries left of each partition that was judged, 0 for none."""
+        """Return the entries left of each scored partition, int64 [B, P], 0 for none."""
         judged: Tensor = state.get("judged", torch.zeros(rows, 0, dtype=torch.int64))
         return judged
 
@@ -182,7 +182,7 @@ class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remember
 
     @staticmethod
     def _known(ctx: LayerContext, row: int, size: int) -> Tensor:
-        """[H, size]: the scores that entries of judged partitions got."""
+        """Return the scores of entries of scored partitions, [H, size]."""
         if not size:
             return torch.zeros(ctx.keys.shape[1], 0, dtype=score_dtype(ctx.keys.dtype), device=ctx.keys.device)
         scores: Tensor = ctx.state["scores"]
@@ -190,7 +190,7 @@ class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remember
 
     @staticmethod
     def _slots(ctx: LayerContext, row: int, done: int) -> Tensor:
-        """[H, n]: the slots of a row's real entries, in order, of which the first `done` must still be all there."""
+        """Return the slots of a row's real entries, in order, [H, n]; the first `done` must be complete."""
         heads, size = ctx.keys.shape[1:3]
         stored = ctx.stored[row]
         if ctx.valid is None:
@@ -210,9 +210,9 @@ class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remember
     ) -> tuple[list[int], Tensor, int]:
         """Choose which of a row's `slots` stay, in bool `stay` [H, n].
 
-        sizes: what is left of the partitions that were judged before.
+        sizes: entries left of the partitions scored before.
 
-        Returns what partitions keep, the scores [H, m] of that, and how many entries go.
+        Returns the entries that partitions keep, their scores [H, m], and how many entries are evicted.
         """
         done, stored = self.sinks + sum(sizes), slots.shape[1]
         new = self._new(stored, done)
@@ -239,7 +239,7 @@ class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remember
         return kept, scores.gather(1, chosen), sum(whole) - sum(kept)
 
     def _best(self, scores: Tensor, sizes: list[int], kept: list[int]) -> Tensor:
-        """bool [H, m]: the best ``kept[p]`` of each of the partitions that scores [H, m] are of."""
+        """Return the best ``kept[p]`` of each partition of scores [H, m], bool [H, m]."""
         table, places = scores, None
         if min(sizes) < self.lag:
             real = torch.arange(self.lag) < torch.tensor(sizes)[:, None]
@@ -249,7 +249,7 @@ class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remember
         return best if places is None else best.index_select(1, places)
 
     def _scores(self, keys: Tensor, values: Tensor) -> Tensor:
-        """[H, (P + 1) L, D] each -> [H, P, L] scores of the first P partitions."""
+        """Score the first P partitions: [H, (P + 1) L, D] each -> [H, P, L]."""
         dtype = score_dtype(keys.dtype)
         parts = [each.to(dtype).unflatten(1, (-1, self.lag)) for each in (keys, values)]
         if self.variant == "l2":

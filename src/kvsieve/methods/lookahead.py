@@ -1,15 +1,14 @@
 """Lookahead Q-Cache: Achieving More Consistent KV Cache Eviction via Pseudo Query (arXiv 2505.20334).
 
-What the answer will attend to is asked of a draft of it. Once the prompt is read, SnapKV cuts a copy of the cache down
-and a few tokens are generated from that, greedily. Their queries then score all of the prompt, as SnapKV's window
-does: softmax mass over the prompt's entries, pooled along the sequence, shared by the query heads of a group. The
-drafted tokens and the copy are forgotten. The local window's queries vote as well ("LAQ++"); `local=False` leaves the
-votes to the drafted ones. The window's own entries stay in either case.
+A draft of the answer predicts its attention. After prefill, SnapKV reduces a copy of the cache, from which a few tokens
+are generated greedily. Their queries then score the whole prompt, as SnapKV's window does: softmax mass over the
+prompt's entries, pooled along the sequence, shared by the query heads of a group. Drafted tokens and copy are deleted.
+The local window's queries vote as well ("LAQ++"), unless `local=False`. The window's own entries stay in either case.
 
 On a later turn the draft follows the whole conversation so far.
 
-Differences from the reference: drafted tokens are no keys of the scoring softmax; a row whose draft ends sooner votes
-with fewer queries; one index set per KV head; scores in float32, ties to the lower slot.
+Differences from the reference: drafted tokens are no keys of the scoring softmax; a row with a shorter draft votes with
+fewer queries; one index set per KV head; scores in float32, ties to the lower slot.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ _STATE, _REAL = "lookahead", "lookahead_real"
 class Lookahead(SnapKV, ProbingEvictor, heads="own", query_aware=True):
     """Keep the entries that a draft of the answer attends to, and the prompt's last `window`.
 
-    lookahead: tokens drafted, at least 1. draft: entries of the cut-down copy they are drafted from, a Budget, a share
-    or a number; None for `budget`. local: the prompt's last `window` queries vote too. window, kernel, pooling: as
-    SnapKV's, for the draft and for the real thing.
+    lookahead: tokens drafted, at least 1. draft: entries of the reduced copy, a Budget, a share or a number; None for
+    `budget`. local: the prompt's last `window` queries vote too. window, kernel, pooling: as SnapKV's, for the draft
+    and for the final choice.
     """
 
     lookahead: int = 8

@@ -1,10 +1,10 @@
-"""MInference (arXiv 2407.02490): a prompt attends along vertical and slash lines, which its last queries show.
+"""MInference (arXiv 2407.02490): attention of a prompt along vertical and slash lines, found by its last queries.
 
-The attention of the `last` queries of a pass is computed exactly. Its sums over columns tell which keys all queries
-look at, its sums over diagonals at which distances they look. Every head gets the best of both.
+The attention of the `last` queries of a pass is computed exactly. Sums over its columns rank keys, sums over its
+diagonals rank distances. Every head gets the best of both.
 
 Differences from the paper: lines are blocks wide; all heads are vertical-slash, where the paper searches a pattern and
-a size for each head beforehand; both sizes are shares of the lines there are, the same for all heads.
+a size for each head in advance; both sizes are shares of the existing lines, the same for all heads.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from kvsieve.registry import register_method
 class MInference(BlockPrefill, heads="own"):
     """Attend along the lines that the last queries attend to.
 
-    vertical: share of the blocks of keys that all queries attend to. slash: share of the distances at which they do.
-    last: queries at the end of a pass whose attention is computed to find them.
+    vertical: share of key blocks that all queries attend to. slash: share of distances that they attend to. last:
+    queries at the end of a pass that find the lines.
     """
 
     vertical: float = 0.2

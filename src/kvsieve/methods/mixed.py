@@ -1,15 +1,14 @@
 """Mixed precision by importance: MiKV, No Token Left Behind (arXiv 2402.18096), and ZipCache (arXiv 2405.14256).
 
-Entries that an evictor would drop still matter a little, and to some answers a lot. They stay, in few bits; those that
-it keeps stay exact. ``plan("snapkv", budget="20%", rest="2bit")`` is the same for any evictor.
+Entries that an evictor would drop still matter a little, and to some answers a lot. They are stored in few bits; kept
+ones stay exact. ``plan("snapkv", budget="20%", rest="2bit")`` is the same for any evictor.
 
-Differences from MiKV: importance is SnapKV's, where the paper has H2O's; what is important stays exact unless
-``codec=`` says otherwise, where the paper gives it more bits; key channels of the rest are balanced by the mean squares
-of keys and of the prompt's last 32 queries, where the paper takes the largest of all of both, and are then rotated, and
-codes are chosen by what products with these queries miss.
-From ZipCache: importance is not normalised by how many queries can see an entry, since all observing queries see all
-others. From both: importance is settled at the end of a prompt; an entry that was encoded is not exact again, even
-where a later turn chooses it, and tokens of the answer stay exact until the next prompt.
+Differences from MiKV: importance is SnapKV's, where the paper has H2O's; important entries are exact unless ``codec=``
+is given, where the paper gives them more bits; key channels of the rest are balanced by the mean squares of keys and of
+the prompt's last 32 queries, where the paper uses the maxima, and are then rotated, with codes chosen by the errors of
+products with these queries. From ZipCache: importance is not normalised by how many queries can see an entry, since all
+observing queries see all others. From both: importance is fixed at the end of a prompt; an encoded entry does not
+become exact again, even if a later turn chooses it, and tokens of the answer stay exact until the next prompt.
 """
 
 from __future__ import annotations

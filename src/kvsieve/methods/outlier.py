@@ -1,13 +1,12 @@
-"""Numbers kept apart: KVQuant's dense and sparse parts (arXiv 2401.18079), GEAR's outliers (arXiv 2403.05527).
+"""Outliers: KVQuant's dense and sparse parts (arXiv 2401.18079), GEAR's outliers (arXiv 2403.05527).
 
-A few numbers far from the others widen the range that codes must span. The share of a block that lies furthest from the
-mean of its group, in standard deviations, is left out of the range and kept beside the codes: the place, and the
-difference from what its code says.
+A few extreme numbers widen the range of codes. The numbers of a block farthest from the mean of their group, in
+standard deviations, are excluded from the range and stored separately: position, and difference from the code.
 
 Differences from KVQuant: levels are evenly spaced instead of fitted on calibration data; keys are encoded after RoPE;
-outliers are chosen per block when it is encoded, wherever they are, instead of a share of each vector by thresholds
-that calibration found. From GEAR: there is no low-rank part; outliers are those of a block and not of each vector. Keys
-per channel and values per token are as in `kivi`, whose differences hold here as well.
+outliers are chosen per block when it is encoded, instead of a share of each vector by calibrated thresholds. From GEAR:
+there is no low-rank part; outliers are chosen per block and not per vector. Keys per channel and values per token are
+as in `kivi`, with the same differences.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.kivi import KIVI
 from kvsieve.registry import register_method
 
-# Places in a block are 16 bits.
+# Positions in a block have 16 bits.
 _PLACES = 1 << 16
 
 
@@ -34,9 +33,9 @@ _PLACES = 1 << 16
 )
 @dataclass(frozen=True, kw_only=True)
 class Outlier(KIVI, heads="own"):
-    """Encode keys per channel and values per token, and keep outliers apart.
+    """Encode keys per channel and values per token, and store outliers separately.
 
-    share: numbers of a block that are kept apart; 32 bits each.
+    share: numbers of a block that are outliers; 32 bits each.
     """
 
     share: float = 0.01

@@ -1,8 +1,8 @@
-"""An evictor's choice as a view: nothing is dropped, and each turn's answer reads what its own prompt chose.
+"""An evictor's choice as a view: nothing is dropped, and each turn's answer attends to its own prompt's choice.
 
-What RocketKV-MT (arXiv 2502.14051, section 3.4) does with its first stage, for any evictor that acts at the end of a
-prompt: a turn reads everything that came before it, then chooses, in the light of its own question, among the entries
-of all turns; its answer reads those and itself. Saves time per token, not memory.
+RocketKV-MT (arXiv 2502.14051, section 3.4) does so with its first stage; this is for any evictor that acts at the end
+of a prompt. A turn's prompt attends to everything before it, then chooses among the entries of all turns by its own
+question; its answer attends to those and itself. Saves time per token, not memory.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kvsieve.types import END_OF_PROMPT, LayerContext, Selection
 
 @dataclass(frozen=True, kw_only=True)
 class PerTurn(DelegatingEvictor, heads="own", is_view=True, query_aware=False):
-    """Keep everything, and let a turn's answer read what `base` would keep: ``PerTurn(base=SnapKV(budget=0.1))``.
+    """Keep all KV, but let a turn's answer attend only to `base`'s choice: ``PerTurn(base=SnapKV(budget=0.1))``.
 
-    base: an evictor that acts at the end of a prompt only, in every layer by itself, and needs no passes of its own.
-    Raises PlanError for another.
+    base: an evictor that acts at the end of a prompt only, in every layer independently, without extra passes. Raises
+    PlanError for another.
     """
 
     def __post_init__(self) -> None:

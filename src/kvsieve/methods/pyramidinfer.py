@@ -1,16 +1,16 @@
 """PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference (arXiv 2405.12532), section 4, prefill.
 
-Every layer passes on fewer hidden states than it got. The last R+1 tokens, R a share of the prompt, and the sinks
-always go on; the context before them is ranked by the attention it gets from those R+1 queries, averaged over all
-heads, later queries weighted a little more. The share of its context that a layer passes on falls with depth, from 1 at
-layer 0 to about `rate`; the shares of all layers multiply. A layer stores what it got, so one number sets the cost of
-reading and what is stored; `budget=` evicts on top of it, as FastKV does.
+Every layer passes on fewer hidden states than it got. The last R+1 tokens, R a share of the prompt, and the sinks are
+always passed on; the context before them is ranked by the attention from those R+1 queries, averaged over all heads,
+later queries weighted a little more. The share of its context that a layer passes on falls with depth, from 1 at layer
+0 to about `rate`; the shares of all layers multiply. A layer stores the tokens it got, so one number sets the costs of
+prefill and storage; `budget=` additionally evicts, as FastKV does.
 
-Differences from the reference: the tail's rows of attention are computed in blocks, never the N x N map (the same
-numbers); the linear schedule falls with depth (the reference's would rise, and is never used); batches and padding;
-on a later turn the new tokens attend to everything stored and only they are dropped; nothing is dropped while
-decoding (the reference re-ranks generated tokens in blocks of 16; compose an evictor with `every=` instead). The last
-chunk of a chunked prompt is made to hold the whole tail.
+Differences from the reference: the tail's attention is computed in blocks, without the N x N map (the same numbers);
+the linear schedule falls with depth (the reference's would rise, and is never used); batches and padding; on a later
+turn the new tokens attend to everything stored and only they are dropped; nothing is dropped during decode (the
+reference re-ranks generated tokens in blocks of 16; combine with an evictor with `every=` instead). The last chunk of a
+chunked prompt contains the whole tail.
 """
 
 from __future__ import annotations
@@ -43,14 +43,12 @@ _BLOCK_ELEMENTS = 1 << 25
 class PyramidInfer(Propagator, heads="all", query_aware=True):
     """Drop hidden states layer by layer.
 
-    rate: share of its context, in (0, 1], that the deepest layer would pass on. It is a share per layer and the
-    shares multiply, so it is not the share of the prompt that is left: with recent=0.2 and 32 layers, 0.9 leaves 77%
-    of all tokens on average over the layers, 0.7 leaves 60% and 0.3 half.
-    recent: R as a share of the prompt, in [0, 1). strategy: how the share falls, "cosine" or "linear".
-    interval: layers between two drops. min_context: a layer's context is never cut down to this many tokens or fewer.
-    floor: tokens that every layer passes on at least, of a turn's prompt that has as many.
-    sinks: first tokens of the conversation, always passed on. distance_weight: weight of the last query; the first of
-    the tail has 1.
+    rate: share of its context, in (0, 1], that the deepest layer would pass on. Shares per layer multiply, so it is not
+    the share of the prompt that is left: with recent=0.2 and 32 layers, 0.9 leaves 77% of all tokens on average over
+    the layers, 0.7 leaves 60% and 0.3 half. recent: R as a share of the prompt, in [0, 1). strategy: decline of the
+    share, "cosine" or "linear". interval: layers between two drops. min_context: a layer's context always exceeds this
+    many tokens. floor: least tokens of a turn's prompt that every layer passes on. sinks: first tokens of the
+    conversation, always passed on. distance_weight: weight of the last query; the first of the tail has 1.
     """
 
     rate: float = 0.9
@@ -87,13 +85,13 @@ class PyramidInfer(Propagator, heads="all", query_aware=True):
         return self.interval
 
     def queries(self, length: int) -> int:
-        """R + 1 of a prompt of `length` tokens."""
+        """Return R + 1 for a prompt of `length` tokens."""
         return int(length * self.recent) + 1
 
     def share(self, layer: int, num_layers: int, layers: tuple[int, ...] = ()) -> float:
-        """Share of its context that a layer passes on.
+        """Return the share of its context that a layer passes on.
 
-        layers: those that can choose, () for all; where every `interval`-th cannot, the next one that can does.
+        layers: those that can choose, () for all; if an `interval`-th layer cannot, the next one that can does.
         """
         before = max((each for each in layers or range(num_layers) if each < layer), default=-1)
         due = any(each % self.interval == 0 for each in range(max(before + 1, 1), layer + 1))
@@ -104,7 +102,7 @@ class PyramidInfer(Propagator, heads="all", query_aware=True):
         return (1 - self.rate) * left + self.rate
 
     def passed_on(self, length: int, tail: int, share: float) -> int:
-        """Of the `length` tokens that a layer got, how many it passes on."""
+        """Return how many of the `length` tokens that a layer got it passes on."""
         kept = int((length - tail) * share)
         return min(length, max(tail + kept, self.floor)) if kept > self.min_context else length
 
@@ -118,7 +116,7 @@ class PyramidInfer(Propagator, heads="all", query_aware=True):
         # The offered tokens, counted from the right end.
         from_end = torch.arange(ctx.offered, 0, -1, device=ctx.keys.device)[None]
         if ctx.valid is not None:
-            # Padding stands before each chunk's tokens, and counts as further from the end than any of them.
+            # Padding precedes each chunk's tokens, and counts as farther from the end than all of them.
             real = ctx.valid[:, 0, -ctx.offered :]
             from_end = real.flip(-1).cumsum(-1).flip(-1).masked_fill(~real, ctx.offered + 1)
         dtype = score_dtype(ctx.query.dtype)
@@ -138,9 +136,9 @@ class PyramidInfer(Propagator, heads="all", query_aware=True):
 
 
 def _tail_mass(ctx: LayerContext, weights: Tensor) -> Tensor:
-    """[B, N] attention mass, mean over all heads, that the last T queries give to the entries; weights: theirs [B, T].
+    """Return the attention mass of the last T queries on the entries, mean over all heads, [B, N].
 
-    Queries of weight 0 may be padding.
+    weights: of the queries, [B, T]; those of weight 0 may be padding.
     """
     dtype = score_dtype(ctx.query.dtype)
     batch, query_heads, _, dim = ctx.query.shape

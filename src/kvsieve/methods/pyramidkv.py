@@ -1,15 +1,15 @@
 """PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling (arXiv 2406.02069).
 
-Attention narrows with depth, so budgets fall linearly from the first layer to the last, which gets a beta-th of the
-average. What each layer keeps is its base's choice, SnapKV's by default; windows and sinks count besides the pyramid,
-the same in every layer. A prompt shorter than twice the budget gives all layers alike.
+Attention narrows with depth, so budgets fall linearly from the first layer to the last, which gets 1 / beta of the
+average. Each layer keeps its base's choice, SnapKV's by default; windows and sinks are added to the pyramid, the same
+in every layer. For a prompt shorter than twice the budget all layers get the same.
 
 ``paper=True`` is the setting of the paper's runs: window 8, kernel 7, max pooling; the defaults are those of its code's
 class, window 32, kernel 5, average pooling.
 
 Differences from the reference: steps from layer to layer are not floored, so that the total is exactly the budget's
-(the original exceeds it by half an entry per layer and step, at most); one set per KV head; every prompt, a later
-turn's too, has a pyramid of its own; no layer keeps less than its base needs.
+(the original exceeds it by at most half an entry per layer and step); one set per KV head; every prompt, also a later
+turn's, has its own pyramid; no layer keeps less than its base needs.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from kvsieve.registry import register_method
 class PyramidKV(LayerAllocator, heads="own", query_aware=False):
     """Give early layers more of the budget than late ones: ``PyramidKV(base=SnapKV(budget=0.2))``.
 
-    base: what ranks entries and holds the budget, which is the average. beta: how many times the last layer's share
-    goes into the average, at least 1; 1 gives all layers alike.
+    base: ranks entries and has the budget, the mean over layers. beta: ratio of the average to the last layer's share,
+    at least 1; 1 is uniform.
     """
 
     base: ScoredEvictor = SnapKV(budget=Budget(ratio=0.2), kernel=5)
@@ -48,7 +48,7 @@ class PyramidKV(LayerAllocator, heads="own", query_aware=False):
 
 
 def pyramid_shares(length: int, count: int, floor: int, spare: int, layers: int, beta: int) -> list[int]:
-    """Entries of each layer, `spare` of which are none of the pyramid's; see LayerAllocator.divide."""
+    """Return the entries of each layer, including `spare` outside of the pyramid; see LayerAllocator.divide."""
     line = pyramid(length, spare, count - spare, layers, beta)
     bounds = [max(floor - spare, 0)] * layers, [max(length, count) - spare] * layers
     return [spare + each for each in allocate(line, (count - spare) * layers, *bounds)]

@@ -1,13 +1,13 @@
 """Q-Filters: Leveraging QK Geometry for Efficient KV Cache Compression (arXiv 2503.02812).
 
-Queries of a head mostly point one way. That direction, the principal right-singular vector of queries sampled once
-per model, signed so that the mean query projects on it positively, is the head's filter; the filters of a group's
-query heads are averaged. An entry's score is its key's projection on the filter of its KV head: no queries and no
-attention weights are needed when a prompt is read. The filters come from a profile (`kvsieve calibrate --parts
-q_filters`), made of queries as attention sees them, after rotary embedding, since keys are stored so.
+Queries of a head mostly point in one direction: the principal right-singular vector of queries sampled once per model,
+with the sign of a positive mean query. It is the head's filter; the filters of a group's query heads are averaged. An
+entry's score is its key's projection on the filter of its KV head, without queries or attention weights of the prompt.
+The filters come from a profile (`kvsieve calibrate --parts q_filters`), made of queries after rotary embedding, like
+the stored keys.
 
-Differences from the reference: the averaged filters are made unit vectors again; `recent` may protect the newest
-entries; filters were published with the opposite sign and scores as -(f . k).
+Differences from the reference: the averaged filters are normalised; `recent` may protect the newest entries; filters
+were published with the opposite sign and scores as -(f . k).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvsieve.types import LayerContext
 
 @dataclass(frozen=True, kw_only=True)
 class QFilters(ScoredEvictor, heads="own", query_aware=False):
-    """Keep the entries whose keys project furthest on their head's filter.
+    """Keep the entries with the largest projections of keys on their head's filter.
 
     filters: [layers][KV heads][D], as numbers in tuples or lists. recent: newest entries that always stay, none by
     default as in the paper; a question at the end of a prompt needs them.

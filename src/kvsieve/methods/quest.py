@@ -1,19 +1,19 @@
 """Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference (arXiv 2406.10774).
 
-Entries lie in pages; a page keeps the least and the greatest value of each key channel, which bound any of its logits:
-``ub = sum_d max(q_d * max_d, q_d * min_d)``. The entries of the pages with the highest bounds are read.
+Each page of entries stores the least and the greatest value of each key channel, which bound its logits: ``ub = sum_d
+max(q_d * max_d, q_d * min_d)``. The entries of the pages with the highest bounds are attended to.
 
-By default as RocketKV (arXiv 2502.14051) compares it: one set per KV head, by the softmax of the bounds summed over its
-query heads, cut to the entry, with pages of ``2 S / t`` entries, so that bounds and exact reads take half the budget
-each. ``paper=True`` is the original, `page=16, per_query_head=True, skip_layers=2`: a set per query head, the whole
-budget for exact reads.
+The defaults are those of RocketKV's comparison (arXiv 2502.14051): one set per KV head, by the softmax of the bounds
+summed over its query heads, cut to the entry, with pages of ``2 S / t`` entries, so that bounds and exact reads take
+half the budget each. ``paper=True`` is the original, `page=16, per_query_head=True, skip_layers=2`: a set per query
+head, the whole budget for exact reads.
 
-With `means=True` a page weighs what the mean of its keys does, as in MoBA (arXiv 2502.13189): a bound adds up the most
-that each channel can have, and no entry of a long page may come near it.
+With `means=True` a page has the weight of its mean key, as in MoBA (arXiv 2502.13189): a bound sums the extremes of all
+channels, which no entry of a long page may come close to.
 
 Differences from the original: the newest page, which its kernel forces and its evaluation does not, is part of the
-budget, and no more than half of what is read: of a page that is longer, the newest entries; the last page that is
-needed is read in part; a budget below three pages is kept to.
+budget and at most half of the entries read: the newest of a longer page; the last page needed is read in part; budgets
+below three pages are possible.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from kvsieve.types import AttentionQueries
 )
 @dataclass(frozen=True, kw_only=True)
 class Quest(BudgetReader, PagedReader, static_shapes=True):
-    """Read the pages whose bounds are highest. page: entries per page, None to spend half the budget on bounds.
+    """Attend to the pages with the highest bounds. page: entries per page, None to spend half the budget on bounds.
 
     per_query_head: a set for each query head, not one for those that share a KV head.
-    means: weigh a page by the logit of the mean of its keys, not by its bound.
+    means: weigh a page by the logit of its mean key, not by its bound.
     """
 
     page: int | None = None
@@ -85,7 +85,7 @@ class Quest(BudgetReader, PagedReader, static_shapes=True):
         scores, metadata_bytes = table.bound(asked.query.to(score_dtype(asked.query.dtype)) * asked.scale, kv_rows)
         count = min(setting.count, kv_rows.size)
         if self.per_query_head:
-            # A cap bends bounds as it bends logits, so they stay bounds, and each query head's order as it is.
+            # A cap is monotonic, so capped bounds are bounds, and each query head's order does not change.
             entries = best_entries(scores, kv_rows.size, setting.page, count, self.newest, kv_rows.length)
         else:
             entries = entries_of_pages(scores, kv_rows, setting.page, count, self.newest, asked)

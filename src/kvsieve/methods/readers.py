@@ -1,4 +1,4 @@
-"""The block readers share: a token budget, where it applies, and the parameters that follow from it."""
+"""Base of readers: the token budget, the layers it applies to, and the parameters that follow from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEAST = 16
 class Setting:
     """A reader's parameters for some KV rows.
 
-    tokens: t, the budget. count: entries read exactly. page: entries per page. channels: key channels looked at.
+    tokens: t, the budget. count: entries read exactly. page: entries per page. channels: key channels read.
     """
 
     tokens: int
@@ -27,15 +27,13 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetReader(Reader):
-    """A reader with a budget of t entries per step, layer and KV head; subclasses give `parameters` and `choose`.
+    """A reader with a budget of t entries per step, layer and KV head; subclasses implement `parameters` and `choose`.
 
-    budget: t, at least 16, what is read to choose included unless a method says otherwise; a share is one of the prompt
-    and of the tokens expected after it. KV rows that are no longer than t are read whole.
-    skip_layers: layers that read everything; see ScoredEvictor.
-    newest: the newest page is always read, or as many of its newest entries as are half of what is read; the rest is
-    for the query to choose. False: the query chooses all, and the current token may be left out.
-    sparse_questions: also read so while a question is read that the plan leaves whole; otherwise prompts are read
-    densely.
+    budget: t, at least 16, including the reads needed to choose unless a method says otherwise; a share is one of the
+    prompt and the tokens expected after it. KV rows of at most t entries are read whole. skip_layers: layers with dense
+    attention; see ScoredEvictor. newest: always read the newest page, but only its newest entries up to half of the
+    entries read. False: the query chooses all, and may miss the current token. sparse_questions: also prefill sparsely
+    a question that the plan does not evict from; otherwise prefill is dense.
     """
 
     budget: Budget

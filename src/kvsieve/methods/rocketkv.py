@@ -1,17 +1,19 @@
 """RocketKV: Accelerating Long-Context LLM Inference via Two-Stage KV Cache Compression (arXiv 2502.14051).
 
-Stage 1 evicts once the prompt is complete: SnapKV with one score per KV head, max-pooled over 63 entries. Stage 2 reads
-what is left sparsely while decoding: hybrid sparse attention (hsa.py). The budget t is what a step reads per KV head,
-estimates included; how the compression S / t is split between the stages follows from it (`hsa.stored_entries`).
+Stage 1 evicts at the end of the prompt: SnapKV with one score per KV head, max-pooled over 63 entries. Stage 2 is
+sparse attention over the rest during decode: hybrid sparse attention (hsa.py). The budget t is the number of entries
+read per KV head and step, including estimates; it determines how the compression S / t is split between the stages
+(`hsa.stored_entries`).
 
-RocketKV-MT (section 3.4), for conversations, drops nothing: stage 1 chooses, in each turn, what stage 2 reads of.
+RocketKV-MT (section 3.4), for conversations, drops nothing: in each turn, stage 1 limits the entries that stage 2 may
+read.
 
 ``paper=True``: no entry is forced (`newest=False`), and RocketKV-MT observes with 128 queries, as the paper does in
 conversations (appendix A.3). RocketKV observes with its 32; in a conversation the paper gives it 128 as well
 (`window=128`).
 
-Differences from the reference: the first token after a prompt comes from the dense pass over it; budgets follow the
-conversation's length in every turn; what fits the budget is read whole; the newest page is always read, unless
+Differences from the reference: the first token after a prompt comes from dense attention; budgets follow the
+conversation's length in every turn; contexts within the budget are read whole; the newest page is always read, unless
 ``paper=True``; attention weights are float32, ties go to the lower slot.
 """
 
@@ -31,9 +33,9 @@ from kvsieve.registry import register_method
 
 @dataclass(frozen=True, kw_only=True)
 class RocketEviction(GroupedSnapKV, heads="own", query_aware=True, fixed_counts=True):
-    """Stage 1. budget: t, what a step may read, not what is kept: that is `stored_entries` less the tokens to come.
+    """Stage 1. budget: t, entries read per step; `stored_entries` minus the tokens to come are kept.
 
-    It is at least 16; the window and one entry more are kept in any case.
+    It is at least 16; the window and one more entry are kept in any case.
     """
 
     kernel: int = 63

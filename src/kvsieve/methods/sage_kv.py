@@ -1,11 +1,12 @@
 """SAGE-KV: LLMs Know What to Drop: Self-Attention Guided KV Cache Eviction (arXiv 2503.08879).
 
-The prompt is cut into sinks, an evictable middle, and a recent window that ends with the last token. The last token's
-query ranks the middle, once: its softmax mass, per KV head, group mean. Sinks, window and the best of the middle stay.
-With `every` the window rolls while decoding: sinks and chosen entries stay, the window's oldest go, memory is fixed.
+The prompt consists of sinks, an evictable middle, and a recent window that ends with the last token. The last token's
+query ranks the middle once, by softmax mass per KV head, group mean. Sinks, window and the best of the middle stay.
+With `every` the window rolls during decode: sinks and chosen entries stay, the window's oldest are evicted, memory is
+constant.
 
 Differences from the reference: its split between window and middle is not known to us, `recent` takes half of the
-budget; the last token counts to the window; ties to the lower position; padded batches.
+budget; the last token is part of the window; ties to the lower position; padded batches.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from kvsieve.types import LayerContext, Selection
 )
 @dataclass(frozen=True, kw_only=True)
 class SageKV(ScoredEvictor, heads="own", query_aware=True):
-    """Keep sinks, a recent window, and what the last token attends to in between.
+    """Keep sinks, a recent window, and the entries between them that the last token attends to.
 
     sinks: first tokens, always kept, at least 0. recent: share of the budget for the most recent entries, in [0, 1];
-    the last token stays in any case. every: roll the window whenever this many tokens have been generated.
+    the last token stays in any case. every: roll the window each time this many tokens have been generated.
     """
 
     sinks: int = 4
@@ -61,14 +62,14 @@ class SageKV(ScoredEvictor, heads="own", query_aware=True):
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
         if self.every is not None and ctx.step.ends_prompt and not skips(self.skip_layers, ctx):
             outside = ~self._window(ctx, counts)
-            # Columns of the window's first entries, [B, H]: what lies before them is kept for good.
+            # Columns of the window's first entries, [B, H]: entries before them are kept permanently.
             columns = ctx.index.long().masked_fill(outside, torch.iinfo(torch.int64).max)
             ctx.state["window_start"] = columns.amin(-1)
         return keep_best(self, ctx, counts)
 
     def ranks(self, ctx: LayerContext, kept: tuple[int, ...]) -> Tensor:
         length, heads = ctx.keys.shape[2], ctx.keys.shape[1]
-        # From 2 on, later is more: above any mass.
+        # From 2, increasing with position: above any mass.
         age = 2 + torch.arange(length, device=ctx.keys.device, dtype=torch.float32) / length
         start = None if ctx.step.ends_prompt else ctx.state.get("window_start")
         if start is not None:
@@ -80,5 +81,5 @@ class SageKV(ScoredEvictor, heads="own", query_aware=True):
         return scores.masked_fill(first_real(ctx, self.sinks), float("inf"))
 
     def _window(self, ctx: LayerContext, counts: tuple[int, ...]) -> Tensor:
-        """bool [B or 1, 1 or H, N]: the recent window of each row."""
+        """Return the recent window of each row, bool [B or 1, 1 or H, N]."""
         return last_real(ctx, tuple(max(1, min(int(count * self.recent), count - self.sinks)) for count in counts))

@@ -1,7 +1,8 @@
-"""Budgets per layer that the user gives. No paper: for what a search has found, and for experiments.
+"""Budgets per layer given by the user, without a paper: for results of a search, and for experiments.
 
-Every layer gets its share of the total, any method choosing which entries. Shares need not sum to anything: numbers of
-entries are shares too. Where one is below what the method needs, or above the prompt, the others make it up.
+Every layer gets its share of the total, and any method chooses the entries. Shares need not have a certain sum, so
+numbers of entries are shares too. Layers at the method's minimum or at the prompt's length pass the difference to the
+others.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from kvsieve.types import LayerContext
 class PerLayer(LayerAllocator, heads="own", query_aware=False):
     """Divide the budget among layers by given shares: ``PerLayer(base=SnapKV(budget=0.2), shares=(2, 2, 1, 1))``.
 
-    base: what ranks entries and holds the budget, which is the average. shares: a number per layer of the model, at
-    least 0, or their text "2/2/1/1"; those of layers that do not evict count for nothing. Raises PlanError for other
-    values, and when attached to a model with another number of layers.
+    base: ranks entries and has the budget, the mean over layers. shares: a number per layer of the model, at least 0,
+    or their text "2/2/1/1"; ignored for layers that do not evict. Raises PlanError for other values, and when attached
+    to a model with another number of layers.
     """
 
     base: ScoredEvictor = SnapKV(budget=Budget(ratio=0.2))

@@ -1,13 +1,13 @@
 """SnapKV: LLM Knows What You Are Looking For Before Generation (arXiv 2404.14469).
 
-The last W queries of the prompt (the observation window) vote for the entries to keep: their softmax mass, summed
-over the window, is pooled along the sequence so that neighbours survive together, then shared by the query heads of
-a group. Kept: the best entries and the window itself, once, after the layer's own attention, so prefill stays exact.
+The last W queries of the prompt (the observation window) vote for the entries to keep: their softmax mass, summed over
+the window, is pooled along the sequence so that neighbours are kept together, then shared by the query heads of a
+group. The best entries and the window itself are kept, once, after the layer's own attention, so that prefill is exact.
 
-``paper=True`` is the setting of the paper's LongBench runs: window 32, kernel 7, max pooling; the default pools by the
-average, which kept more answers of the models that were calibrated.
+``paper=True`` is the setting of the paper's LongBench runs: window 32, kernel 7, max pooling; the default is average
+pooling, which kept more answers of the calibrated models.
 
-Differences from the reference: one index set per KV head, with ``paper=True`` too (`per_query_head=True` restores one
+Differences from the reference: one index set per KV head, also with ``paper=True`` (`per_query_head=True` restores one
 per query head, which stores G copies); scores stay float32; kept entries in ascending order, ties to the lower
 position.
 """
@@ -39,10 +39,10 @@ class SnapKV(ScoredEvictor, heads="own", query_aware=True, fixed_counts=True):
     """Keep the entries that the prompt's last `window` queries attend to, and those queries' own entries.
 
     window: W, the observing queries at the prompt's end, always kept, at least 1.
-    kernel: odd width of the pooling; wider keeps longer passages whole, and fewer of them. "auto": a sixth of what is
-        kept, 7 to 95.
+    kernel: odd width of the pooling; a wider one keeps fewer, longer passages. "auto": a sixth of the kept entries, 7
+    to 95.
     pooling: "avg" or "max", before the group is shared.
-    per_query_head: one set per query head, stored G times over; for fidelity to the original code only.
+    per_query_head: one set per query head, stored G times; for fidelity to the original code only.
     """
 
     window: int = 32
@@ -67,12 +67,11 @@ class SnapKV(ScoredEvictor, heads="own", query_aware=True, fixed_counts=True):
         return query_heads if self.per_query_head else kv_heads
 
     def context_scores(self, ctx: LayerContext) -> Tensor:
-        """[B, H or Hq, M]: scores of the entries before the observing queries' own."""
+        """Return the scores of the entries before the observing queries' own, [B, H or Hq, M]."""
         heads = None if self.per_query_head else ctx.keys.shape[1]
         return pooled_mass(ctx, self.window, self.width(ctx), self.pooling, heads)
 
     def width(self, ctx: LayerContext) -> Width:
-        """Width of the pooling."""
         return width(self.kernel, map(self.budget.entries, ctx.stored))
 
     def scores(self, ctx: LayerContext) -> Tensor:

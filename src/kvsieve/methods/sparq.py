@@ -1,15 +1,15 @@
 """SparQ Attention: Bandwidth-Efficient LLM Inference (arXiv 2312.04985).
 
-Logits are estimated from the r channels in which the query is largest, at a temperature that makes up for the missing
-ones; the k entries with the highest estimates are read exactly, and the attention they are estimated not to hold goes
-to the mean of all values. Keys are held once more, channel by channel.
+Logits are estimated from the r channels with the largest queries, at a temperature that compensates for the missing
+ones. The k entries with the highest estimates are attended to exactly, and the attention estimated for all others goes
+to the mean of all values. A second, channel-major copy of the keys is stored.
 
-By default as RocketKV (arXiv 2502.14051) compares it: one choice per KV head, of channels by the sum of ``|q|`` over
-its query heads and of entries by the sum of their estimates; r and k follow from the budget, half for each:
-r = D t / S, k = t / 2. One channel is the least: beyond S = D t the estimates cost more than half the budget.
-``paper=True`` (`per_query_head=True, newest=False`) is the original, which knows one query head per KV head.
+The defaults are those of RocketKV's comparison (arXiv 2502.14051): one choice per KV head, of channels by the sum of
+``|q|`` over its query heads and of entries by the sum of their estimates; r and k follow from the budget, half for
+each: r = D t / S, k = t / 2. The minimum is one channel: beyond S = D t the estimates cost more than half the budget.
+``paper=True`` (`per_query_head=True, newest=False`) is the original, for one query head per KV head.
 
-Differences from the original: r and k follow from one budget, half for each, where the paper gives both; the paper's
+Differences from the original: r and k follow from one budget, half for each, where the paper sets both; the paper's
 local window, a quarter of k, is not forced: `newest` forces the current entry instead, by default.
 """
 
@@ -39,9 +39,10 @@ from kvsieve.types import AttentionQueries
 )
 @dataclass(frozen=True, kw_only=True)
 class SparQ(BudgetReader, static_shapes=True):
-    """Read the entries whose logits are estimated highest from few channels. mean_value: blend in the mean of values.
+    """Attend to the entries with the highest logits estimated from few channels.
 
-    per_query_head: a choice for each query head, not one for those that share a KV head.
+    mean_value: blend in the mean of values. per_query_head: a choice for each query head, not one for those that share
+    a KV head.
     """
 
     mean_value: bool = True

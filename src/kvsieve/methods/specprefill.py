@@ -2,18 +2,18 @@
 
 Speculative Prefill: Turbocharging TTFT with Lightweight and Training-Free Token Importance Estimation.
 
-A second, smaller model reads the prompt and drafts a few tokens of an answer. A prompt token's importance is the
-attention that it gets there: softmax weights, smoothed along the sequence, the largest over all layers and heads, then
-the mean over the drafting queries. Chunks of neighbours are ranked by their mean, and the tokens of the best ones,
-in order and at their original positions, are all that the model itself reads.
+A second, smaller model prefills the prompt and drafts a few tokens of an answer. A prompt token's importance is its
+attention there: softmax weights, smoothed along the sequence, the maximum over all layers and heads, then the mean over
+the drafting queries. Chunks of neighbours are ranked by their mean, and the model itself prefills only the tokens of
+the best ones, in order and at their original positions.
 
-The draft may have another tokenizer, which the paper leaves out (Cross-Family Speculative Prefill, arXiv 2603.02631,
-finds that importance carries over): it reads the same text, and a token of the model takes the largest score among the
-draft's tokens that share characters with it.
+The draft may have another tokenizer, unlike in the paper (Cross-Family Speculative Prefill, arXiv 2603.02631, finds
+that importance transfers): it gets the same text, and a token of the model takes the largest score among the draft's
+tokens that share characters with it.
 
 Differences from the paper: the prompt's last token casts the first vote, so that `lookahead` queries take one pass
-less; the last `keep_last` tokens always go on; the number of tokens is exact, so the last chunk chosen may be cut;
-batches, padding and later turns: the draft reads the whole conversation again, and chooses among the turn's tokens.
+less; the last `keep_last` tokens are always kept; the number of tokens is exact, so the last chunk chosen may be cut;
+batches, padding and later turns: the draft prefills the whole conversation again, and chooses among the turn's tokens.
 """
 
 from __future__ import annotations
@@ -36,13 +36,12 @@ from kvsieve.types import LayerContext, Selection
 
 @dataclass(frozen=True, kw_only=True)
 class SpecPrefill(DraftPropagator, heads="all", query_aware=True):
-    """Read only the tokens that a smaller model attends to when it drafts an answer.
+    """Prefill only the tokens that a smaller model attends to when it drafts an answer.
 
-    draft: that model; "demo", a directory or hub id, a loaded model, or (model, tokenizer).
-    keep: tokens that are read; a Budget, a share ("20%", 0.2) or a number (1024) of the turn's prompt.
-    lookahead: queries that vote, of the prompt's last token and of drafted ones. smooth: odd width of the average over
-    neighbours. chunk_length: neighbours that go on together. keep_last: last tokens that always go on, within `keep`.
-    own: the model's own tokenizer, which `attach` fills in.
+    draft: that model; "demo", a directory or hub id, a loaded model, or (model, tokenizer). keep: tokens to prefill; a
+    Budget, a share ("20%", 0.2) or a number (1024) of the turn's prompt. lookahead: queries that vote, of the prompt's
+    last token and of drafted ones. smooth: odd width of the average over neighbours. chunk_length: neighbours kept
+    together. keep_last: last tokens always kept, within `keep`. own: the model's tokenizer, filled in by `attach`.
     """
 
     draft: Any
@@ -103,15 +102,15 @@ class SpecPrefill(DraftPropagator, heads="all", query_aware=True):
         if counts == ctx.offered_counts:
             return None
         ctx.shared["report"] = {"draft": str(self.draft if isinstance(self.draft, str) else self.draft.name)}
-        # Each process has a draft of its own, whose last digits may differ.
+        # Each process has its own draft, with possibly different last digits.
         scores = ctx.ranks.mean(ctx.shared["drafted"])
         ranked = torch.stack([self._by_chunks(row) for row in scores])
-        # What the caller wants kept goes on as well, beyond `keep` if need be.
+        # Protected tokens are kept as well, beyond `keep` if necessary.
         held, counts = apply_protection(ctx, ranked[:, None], counts, insist=True)
         return select_top(held[:, 0], counts)
 
     def _by_chunks(self, row: Tensor) -> Tensor:
-        """Scores [N], each true token with the mean of its chunk, +inf for the last ones."""
+        """Return scores [N] with the mean of its chunk for each token, and +inf for the last ones."""
         ranked, real = row.clone(), ~row.isneginf()
         parts = row[real].split(self.chunk_length)
         ranked[real] = torch.cat([part.mean().expand(len(part)) for part in parts])

@@ -1,15 +1,15 @@
 """SqueezeAttention: 2D Management of KV-Cache in LLM Inference via Layer-wise Optimal Budget (arXiv 2404.04793).
 
-While the prompt is read, each layer's cosine similarity between the residual stream before and after self-attention is
-averaged over the prompt's tokens: attention matters least where it changes least. Layers fall into three clusters by
-it; those of the most similar one keep `p` times the budget, and the others share what that sets free. Which entries
-stay is the base's choice, by default sinks and the most recent.
+During prefill, each layer's cosine similarity between the residual stream before and after self-attention is averaged
+over the prompt's tokens: attention matters least in the layer with the least change. Layers form three clusters by it;
+those of the most similar one keep `p` times the budget, and the others share the rest. The base chooses the entries, by
+default sinks and the most recent.
 
-All layers hold the whole prompt until the last has been seen, so that memory falls only then.
+All layers store the whole prompt until the last layer, so memory falls only then.
 
-Differences from the reference: `p` multiplies the budget, as in the paper (the code has it a share of the prompt); the
-clusters are the exact optimum, not those of a random start; the total is met to the entry. Biases, norms and factors
-between the output projection and the residual stream, which a few models have, are left out of the similarity.
+Differences from the reference: `p` multiplies the budget, as in the paper (in the code it is a share of the prompt);
+the clusters are the exact optimum, not those of a random start; the total is met to the entry. Biases, norms and
+factors between the output projection and the residual stream, which a few models have, are ignored in the similarity.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _BLOCK = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class SqueezeAttention(Cascade, needs=("hidden", "output_weight"), heads="all", query_aware=False):
-    """Give layers whose attention changes little a smaller budget: ``SqueezeAttention(base=StreamingLLM(budget=0.2))``.
+    """Give layers with little effect of attention less budget: ``SqueezeAttention(base=StreamingLLM(budget=0.2))``.
 
-    base: what ranks entries and holds the budget, which is the average. p: times the budget that the layers keep whose
-    attention changes least, in (0, 1].
+    base: ranks entries and has the budget, the mean over layers. p: times the budget for the layers with the least
+    change by attention, in (0, 1].
     """
 
     defer_until_last_layer: ClassVar[bool] = True
@@ -87,7 +87,7 @@ class SqueezeAttention(Cascade, needs=("hidden", "output_weight"), heads="all", 
 
 
 def _similarities(ctx: LayerContext) -> tuple[Tensor, Tensor]:
-    """[B] sum over this pass's tokens of how similar the residual stream is after attention, and [B] their number."""
+    """Return the residual stream's similarity after attention, summed over this pass's tokens, and their number [B]."""
     if ctx.hidden is None or ctx.output is None:
         raise UnsupportedModelError("SqueezeAttention was shown no hidden states, which kvsieve.attach provides")
     weight = model_facts(ctx).output_weight(ctx.layer_idx).flatten(0, 1)
@@ -101,7 +101,7 @@ def _similarities(ctx: LayerContext) -> tuple[Tensor, Tensor]:
         part = slice(start, start + _BLOCK)
         hidden = ctx.hidden[:, part].to(dtype)
         change = (ctx.output[:, :, part].transpose(1, 2).flatten(2) @ weight.to(ctx.output.device)).to(dtype)
-        # Heads add up in the output projection, which a rank has the part of its own heads of.
+        # The output projection sums over heads; a rank has the part of its own heads.
         change = ctx.ranks.mean(change) * ctx.ranks.size
         similar = F.cosine_similarity(hidden, hidden + change, dim=-1)
         total += similar.masked_fill(~real[:, part], 0).sum(1)

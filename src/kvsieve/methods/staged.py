@@ -1,12 +1,12 @@
-"""Staged propagation: CLAA whose tokens are dropped in two steps.
+"""Staged propagation: CLAA that drops tokens in two steps.
 
-This is ours, no paper's method. Its ranking is CLAA's (arXiv 2602.16054), the largest of several layers' scores. That
-tokens are better dropped bit by bit is an idea that others carry out otherwise: PyramidInfer (arXiv 2405.12532) in
-every layer, SPTS (arXiv 2601.13155) in stages of layers whose skipped tokens come back.
+This is ours, not a paper's method. It ranks like CLAA (arXiv 2602.16054), by the largest of several layers' scores.
+Dropping tokens gradually is also the idea of PyramidInfer (arXiv 2405.12532), in every layer, and SPTS (arXiv
+2601.13155), in stages of layers with skipped tokens that come back.
 
-An early layer ranks tokens badly, but it can tell half of a long prompt that nobody will ask for; a deeper layer then
-keeps few of the rest. So the layers between the two read half of the prompt, and the deep layer may stay where a
-calibrated FastKV has it.
+An early layer ranks tokens badly, but it can identify half of a long prompt as irrelevant; a deeper layer then keeps
+few of the rest. So the layers between the two compute half of the prompt, and the deep layer may be that of a
+calibrated FastKV.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from kvsieve.registry import Parameters, register_method
 
 @dataclass(frozen=True, kw_only=True)
 class StagedTSP(CrossLayerTSP, heads="all", query_aware=True):
-    """Propagation in two steps: after layer `early` the share `early_rate` goes on, after `layer` the share `rate`.
+    """Propagation in two steps: the share `early_rate` after layer `early`, the share `rate` after `layer`.
 
-    Where one layer is both, or both are followed by the same layer with attention to all tokens, `rate` alone counts.
-    early: None for half of `layer`. early_rate: a Budget, a share or a number of the turn's prompt, as `rate`. The rest
-    as CrossLayerTSP's.
+    If both are the same layer, or the same layer with attention to all tokens follows both, only `rate` counts. early:
+    None for half of `layer`. early_rate: a Budget, a share or a number of the turn's prompt, like `rate`. The rest as
+    CrossLayerTSP's.
     """
 
     early: int | None = None

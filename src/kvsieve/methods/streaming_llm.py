@@ -1,7 +1,7 @@
 """StreamingLLM: Efficient Streaming Language Models with Attention Sinks (arXiv 2309.17453).
 
-Keeps the first `sinks` tokens and the most recent ones. By default the variant of the KV-compression benchmarks: one
-shot at the end of the prompt, new tokens appended. `every=1` is the paper's rolling window.
+Keeps the first `sinks` tokens and the most recent ones. By default as in KV-compression benchmarks: once at the end of
+the prompt, with new tokens appended. `every=1` is the paper's rolling window.
 
 Differences from the reference: absolute positions, none relative to the cache.
 """

@@ -1,9 +1,9 @@
 """TOVA: Transformers are Multi-State RNNs (arXiv 2401.06104).
 
-After the prompt and after every generated token the entries with the least attention from the newest token go: one
-set per layer, by the mass averaged over all query heads. The newest entry competes like the others.
+After the prompt and after every generated token the entries with the least attention from the newest token are evicted:
+one set per layer, by the mass averaged over all query heads. The newest entry competes like the others.
 
-Differences from the reference: `every` may be raised to evict in blocks, or None to act at the end of prompts only.
+Differences from the reference: `every` may be larger to evict in blocks, or None to act at the end of prompts only.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""XAttention (arXiv 2503.16428): blocks are ranked by sums over their antidiagonals.
+"""XAttention (arXiv 2503.16428): rank blocks by sums over their antidiagonals.
 
-Every tile of `stride` queries and as many keys is represented by its antidiagonal: the last query with the first key,
-and so on. All sums of a layer are one product, of `stride` queries side by side with as many keys in reverse order. A
-softmax over these, each over the stride, gives the weight of every tile, and the sum over its tiles that of a block.
-For each block of queries the fewest blocks are computed that have `threshold` of the weight.
+Every tile of `stride` queries and keys is represented by its antidiagonal: the last query with the first key, and so
+on. All sums of a layer are one product of `stride` adjacent queries with as many keys in reverse order. A softmax over
+these, divided by the stride, gives the weight of every tile, and the sum over its tiles that of a block. For each query
+block the fewest blocks with `threshold` of the weight are computed.
 
-Differences from the paper: the threshold is one number for all heads, not searched for each; queries of a part of the
-prompt are scored at a time; the first block and the one before the diagonal are always computed.
+Differences from the paper: the threshold is one number for all heads, not searched for each; queries are scored for a
+part of the prompt at a time; the first block and the one before the diagonal are always computed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvsieve.methods.base import check_int
 from kvsieve.methods.block_prefill import BlockPrefill, check_share
 from kvsieve.registry import register_method
 
-# Blocks of queries that are scored at a time, with the keys that they see.
+# Query blocks scored at a time, with the keys visible to them.
 _PART = 16
 
 
@@ -34,10 +34,10 @@ _PART = 16
 )
 @dataclass(frozen=True, kw_only=True)
 class XAttention(BlockPrefill, heads="own"):
-    """Attend to the blocks that have `threshold` of the weight that antidiagonals show.
+    """Attend to the blocks with `threshold` of the weight estimated by antidiagonals.
 
-    threshold: share of the estimated weight that is computed, for each block of queries and each head.
-    stride: queries and keys of a tile, of which one antidiagonal is summed; it divides `block`.
+    threshold: share of the estimated weight to compute, for each query block and head.
+    stride: queries and keys of a tile with one antidiagonal; it divides `block`.
     """
 
     threshold: float = 0.9
@@ -54,7 +54,7 @@ class XAttention(BlockPrefill, heads="own"):
         return covering(self.weights(ctx), self.threshold, self.always(ctx))
 
     def weights(self, ctx: PromptContext) -> Tensor:
-        """Estimated attention weight of every block, summed over its queries, float32 [B, Hq, queries, keys]."""
+        """Return estimated attention weights of blocks, summed over queries, float32 [B, Hq, queries, keys]."""
         grid, stride, (batch, heads) = ctx.grid, self.stride, ctx.keys.shape[:2]
         asked = grid.padded_queries(ctx.query).unflatten(2, (-1, stride))
         keys = grid.padded_keys(ctx.keys, grid.first + grid.query_blocks * grid.own - grid.key_blocks)

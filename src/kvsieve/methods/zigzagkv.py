@@ -1,11 +1,11 @@
 """ZigZagKV: Dynamic KV Cache Compression for Long-context Modeling based on Layer Uncertainty (arXiv 2412.09036).
 
-A layer's uncertainty is the fewest entries that hold `target` of the last W queries' attention, the mean over its
-heads. Every layer keeps a least budget; what is left of the total is shared out in proportion to uncertainty. What
-stays in a layer is its base's choice, SnapKV's by default. Layers are cut as later ones come.
+A layer's uncertainty is the fewest entries with `target` of the last W queries' attention, averaged over its heads.
+Every layer keeps a least budget; the rest of the total is divided in proportion to uncertainty. The base, by default
+SnapKV, chooses each layer's entries. Layers shrink as later ones come.
 
-Differences from the reference: attention is summed over the window before it is sorted, and the window's own entries
-are among those counted; the least budget is our choice, half of the uniform one, the window besides.
+Differences from the reference: attention is summed over the window before sorting, and includes the window's own
+entries; the least budget is our choice, half of the uniform one, without the window.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from kvsieve.types import LayerContext
 class ZigZagKV(Cascade, heads="all", query_aware=True):
     """Divide the budget among layers by how many entries their attention needs: ``ZigZagKV(base=SnapKV(budget=0.2))``.
 
-    base: what ranks entries and holds the budget, which is the average; its window, or the last 32 queries, are looked
-    at. target: the part of the attention, in (0, 1]. floor: the part of the budget that every layer keeps, in [0, 1].
+    base: ranks entries and has the budget, the mean over layers; its window, or the last 32 queries, weigh layers.
+    target: the part of the attention, in (0, 1]. floor: the part of the budget that every layer keeps, in [0, 1].
     """
 
     base: ScoredEvictor = SnapKV(budget=Budget(ratio=0.2))
