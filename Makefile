@@ -15,10 +15,7 @@ DATA ?= data/leval
 NAME = $(shell echo '$(notdir $(MODEL:/=))' | tr A-Z a-z)
 SHORT = $(NAME:-instruct=)
 OWN = benchmarks/results/$(SHORT)
-SEEING := snapkv,adakv,fastkv,asl,lagkv:decode=false,rocketkv,rocketkv-mt
-UNSEEING := lagkv:decode=false,kvzip,snapkv,adakv,streamingllm,rocketkv-mt
-RETAINED := snapkv,adakv,fastkv,asl,rocketkv,lagkv:decode=false,streamingllm
-WIDTHS := snapkv:paper=true;pooling=avg;window=16;kernel=7,snapkv:paper=true;pooling=avg;window=16;kernel=21,snapkv:paper=true;pooling=avg;window=16;kernel=63,snapkv:paper=true;pooling=avg;window=16;kernel=95,snapkv:paper=true;pooling=avg;window=16;kernel=auto
+GRIDS := benchmarks/answers/grids
 
 # What is timed beside transformers; `make bench PEER=peer/bin/python` times that interpreter's kvpress as well.
 TIMED := snapkv:budget=10%,fastkv:budget=10%,rocketkv:budget=10%,rocketkv:budget=256
@@ -55,13 +52,12 @@ profile: $(VENV)/.ready
 
 # Codecs: quality, drift, planted channels, the rest by task.
 CODECS := benchmarks/results/codecs
-SEVERAL := int8,k8v4,kivi:bits=4,hqq:bits=4,rotated:bits=4,k8v4:key_bits=4:value_bits=2:rotate_values=true,rotated:bits=3,kivi:bits=2,rotated:bits=2
 
 codecs: $(VENV)/.ready
-	$(BIN)/python benchmarks/codecs.py --model $(MODEL) --parts quality --lengths 2048 --budgets 10% --samples 4 --out $(CODECS)_$(SHORT).json
-	$(BIN)/python benchmarks/codecs.py --model $(MODEL) --parts drift --codecs kivi:bits=4,rotated:bits=4,kivi:bits=2 --out $(CODECS)_drift_$(SHORT).json
-	$(BIN)/python benchmarks/codecs.py --model $(MODEL) --parts rest --lengths 2048 --samples 3 --out $(CODECS)_rest_$(SHORT).json
-	$(BIN)/python benchmarks/codecs.py --model $(MODEL) --parts planted --codecs "$(SEVERAL)" --lengths 1024 --samples 3 --out $(CODECS)_planted_$(SHORT).json
+	$(BIN)/python benchmarks/answers/codecs.py --model $(MODEL) --parts quality --lengths 2048 --budgets 10% --samples 4 --out $(CODECS)_$(SHORT).json
+	$(BIN)/python benchmarks/answers/codecs.py --model $(MODEL) --parts drift --codecs kivi:bits=4,rotated:bits=4,kivi:bits=2 --out $(CODECS)_drift_$(SHORT).json
+	$(BIN)/python benchmarks/answers/codecs.py --model $(MODEL) --parts rest --lengths 2048 --samples 3 --out $(CODECS)_rest_$(SHORT).json
+	$(BIN)/python benchmarks/answers/codecs.py --model $(MODEL) --parts planted --lengths 1024 --samples 3 --out $(CODECS)_planted_$(SHORT).json
 
 # The papers' own experiments: make paper-fastkv MODEL=checkpoint LENGTHS=4096,8192 SAMPLES=16; see docs/evaluation.md.
 LENGTHS ?= 4096
@@ -79,24 +75,17 @@ paper-claims: $(VENV)/.ready
 evidence: leval retained widths
 
 leval: $(VENV)/.ready
-	$(BIN)/kvsieve eval $(MODEL) --tasks leval_quality,leval_scientific_qa,leval_topic_retrieval_longchat,leval_natural_question \
-		--data $(DATA) --lengths 16384 --methods "$(UNSEEING)" --budgets 10%,25% --samples 50 --question hidden --cost-samples 0 \
-		--out $(OWN)/leval --resume
-	$(BIN)/kvsieve eval $(MODEL) --tasks leval_quality,leval_scientific_qa,leval_topic_retrieval_longchat,leval_natural_question \
-		--data $(DATA) --lengths 16384 --methods "$(SEEING)" --budgets 10%,25% --samples 50 --question visible --cost-samples 0 \
-		--out $(OWN)/leval --resume
+	$(BIN)/kvsieve eval $(MODEL) --grid $(GRIDS)/leval_hidden.toml --data $(DATA) --out $(OWN)/leval --resume
+	$(BIN)/kvsieve eval $(MODEL) --grid $(GRIDS)/leval_visible.toml --data $(DATA) --out $(OWN)/leval --resume
 
 # What calibrated defaults keep of full KV's score.
 retained: $(VENV)/.ready
-	$(BIN)/kvsieve eval $(MODEL) --tasks needle,ruler --lengths 8192 --methods "$(RETAINED)" --budgets 10%,25% --samples 8 \
-		--question visible --cost-samples 0 --out $(OWN)/ruler --resume
-	$(BIN)/python benchmarks/retained.py $(OWN)/ruler
+	$(BIN)/kvsieve eval $(MODEL) --grid $(GRIDS)/retained.toml --out $(OWN)/ruler --resume
+	$(BIN)/python benchmarks/answers/retained.py $(OWN)/ruler
 
 # Pooling kernels: short and long answers, one fact and several.
 widths: $(VENV)/.ready
-	$(BIN)/kvsieve eval $(MODEL) --tasks needle,ruler_niah_multikey_1,ruler_niah_multivalue,ruler_niah_single_3,passkey64 \
-		--lengths 2048 --methods "$(WIDTHS)" --budgets 10%,20% --samples 10 --question visible --cost-samples 0 \
-		--out $(OWN)/widths --resume
+	$(BIN)/kvsieve eval $(MODEL) --grid $(GRIDS)/widths.toml --out $(OWN)/widths --resume
 
 # The plugin on vLLM itself, in an environment of its own: vLLM pins torch and transformers. VLLM_TESTS=--quick is the
 # short form that .ci/run takes.
@@ -133,12 +122,8 @@ test-lowest test-newest: test-%:
 	.venv-$*/bin/python -m pytest -n $(WORKERS) --dist worksteal --quick --tb=short --disable-warnings
 
 docs: $(VENV)/.ready
-	(sed '/^<!-- models -->/q' docs/models.md; echo; $(BIN)/kvsieve models --markdown) > docs/models.new
-	mv docs/models.new docs/models.md
+	$(BIN)/python tests/support/model_table.py
 	$(BIN)/kvsieve methods --markdown > docs/methods.md
-	# What `kvsieve models` prints without importing torch.
-	$(BIN)/python -c "import transformers; from kvsieve.cli.main import run_cli; run_cli(['models', '--json'])" > src/kvsieve/cli/models.json.new
-	mv src/kvsieve/cli/models.json.new src/kvsieve/cli/models.json
 	$(BIN)/python -m benchmarks.pages
 
 # The documentation as a web site with search, read from site/index.html without a server or a network. Broken links and

@@ -10,7 +10,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks.retained import Retained, retained
+from benchmarks.answers.retained import Retained, retained
 from kvsieve.eval.results import load
 from kvsieve.report.environment import UNRECORDED, stamps
 

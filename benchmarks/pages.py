@@ -282,7 +282,7 @@ def gpu_table() -> str:
 
 
 def floor_table() -> str:
-    """Answers of short prompts under each floor, as benchmarks/floor.py has measured them."""
+    """Answers of short prompts under each floor, as benchmarks/answers/floor.py has measured them."""
     report = json.loads((RESULTS / "floor.json").read_text())
     groups = list(dict.fromkeys(row["group"] for row in report["rows"]))
     lines = []
@@ -300,7 +300,7 @@ def floor_table() -> str:
 
 
 def busy_table() -> str:
-    """Times beside a program that keeps one core busy (benchmarks/busy.py)."""
+    """Times beside a program that keeps one core busy (benchmarks/speed/busy.py)."""
     report = json.loads((RESULTS / "busy.json").read_text())
     lines = []
     for name, found in report["contenders"].items():
@@ -315,7 +315,7 @@ def busy_table() -> str:
 
 
 def peers_table() -> str:
-    """Servers side by side on one of the models (benchmarks/serve_against.py): kvsieve's times, others' over them."""
+    """Servers side by side on a model (benchmarks/speed/serve_against.py): kvsieve's times, others' over them."""
     reports = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("serve_against*.json"))]
     reports = sorted((each for each in reports if each["model"] in MODELS), key=lambda each: -each["rounds"])
     if not reports:

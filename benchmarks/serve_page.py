@@ -41,7 +41,7 @@ def ask(page: Page, text: str) -> None:
 
 
 def play(page: Page, url: str, out: Path) -> None:
-    """Ask about a document under two plans, look at the operator's view, and at a phone's screen."""
+    """Ask about a document under two plans, and take the picture of docs/serving.md."""
     page.open(url)
     page.wait("!document.getElementById('method-0').disabled")
     page.click("#settings-open")
@@ -53,14 +53,6 @@ def play(page: Page, url: str, out: Path) -> None:
     page.click("#compare")
     ask(page, "What is the name of the dredger?")
     page.screenshot(out / "playground.png")
-    ask(page, "What is the number of the order of the new radio?")
-    page.click("#tab-operate")
-    page.wait_text("#counts", "answered")
-    page.screenshot(out / "operator.png")
-    page.click("#tab-chat")
-    page.click("#compare")
-    page.size(390, 844)
-    page.screenshot(out / "phone.png")
     assert not page.complaints(), page.complaints()
 
 

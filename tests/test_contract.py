@@ -15,9 +15,9 @@ from kvsieve import roles
 from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
 from kvsieve.methods import AdaKV, ExpectedAttention, Finch, KNorm, KVzip, RocketEviction, SnapKV, SqueezeAttention
-from kvsieve.models.families import build
 from kvsieve.roles import ChunkedEvictor, DelegatingEvictor, Evictor, Propagator, Reader, Traits, role_class, role_name
 from source_tree import imports, modules
+from tiny_models import build
 
 ROLES = (Evictor, roles.ProbingEvictor, ChunkedEvictor, Propagator, Reader)
 EVICTOR = {name: value for name, value in vars(Evictor).items() if not name.startswith("_")}

@@ -20,9 +20,9 @@ from kvsieve.eval.cells import on_model, settings
 from kvsieve.eval.store import writing
 from kvsieve.hf.persist.saved import read_header
 from kvsieve.methods import TSP, SnapKV
-from kvsieve.models.families import build
 from kvsieve.profiles import Fingerprint, Profile, keep_profile, load_profile, profiles_dir
 from source_tree import needs_results
+from tiny_models import build
 
 ROOT = Path(__file__).parent.parent
 DEMO = load_profile("smollm2-135m-instruct").fingerprint

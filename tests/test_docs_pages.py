@@ -15,8 +15,9 @@ import typer
 
 import kvsieve
 from kvsieve.cli.main import app
-from kvsieve.cli.models_table import _examine, models_markdown
-from kvsieve.models.families import FAMILIES
+from kvsieve.cli.models_table import models_markdown
+from model_table import examine
+from tiny_models import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -75,7 +76,7 @@ def test_the_page_of_models_has_every_family_once():
 def test_the_page_of_models_is_the_generated_one(name):
     if f"transformers {transformers.__version__}:" not in MODELS:
         pytest.skip("the page was made with another transformers")
-    row = _examine(next(family for family in FAMILIES if family.name == name))
+    row = examine(next(family for family in FAMILIES if family.name == name))
     _, runs, others = models_markdown([row], "").split("\n\n")
     for line in runs.splitlines()[2:]:
         assert line in MODELS.splitlines()

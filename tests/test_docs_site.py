@@ -48,7 +48,7 @@ def test_the_api_page_has_the_public_names():
 @pytest.fixture
 def hook():
     """The hook of mkdocs, which is imported by its path."""
-    spec = importlib.util.spec_from_file_location("site_links", ROOT / "benchmarks" / "site_links.py")
+    spec = importlib.util.spec_from_file_location("site_links", DOCS / "site_links.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

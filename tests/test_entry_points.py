@@ -14,9 +14,9 @@ from kvsieve.cli.main import run_cli
 from kvsieve.cli.specs import method_specs
 from kvsieve.errors import KvsieveWarning, PlanError
 from kvsieve.eval.cells import settings
-from kvsieve.models.families import build
 from kvsieve.tasks import all_tasks
 from other_packages import look_for_methods
+from tiny_models import build
 
 VNORM = '''
 from dataclasses import dataclass

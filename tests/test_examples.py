@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvsieve.registry
-from kvsieve.models.families import build
+from tiny_models import build
 from toy_chats import chat_tokenizer
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

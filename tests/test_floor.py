@@ -14,11 +14,11 @@ import torch
 import kvsieve
 from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
-from kvsieve.models.families import build
 from kvsieve.named import plan_without_floor
 from kvsieve.turns import render, token_ids
 from paths import COMMANDS, SERVED, Ask, answer, plain, words
 from small import fill, plan_of, stored
+from tiny_models import build
 
 NAMES = kvsieve.list_methods()
 TAKE_SHARES = [name for name in NAMES if kvsieve.method_info(name).takes_floor]

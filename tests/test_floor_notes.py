@@ -11,9 +11,9 @@ import torch
 import kvsieve
 from kvsieve.budget import percent_doubt
 from kvsieve.errors import PlanError
-from kvsieve.models.families import build
 from paths import Ask, serving, words
 from small import fill
+from tiny_models import build
 from toy_chats import chat_tokenizer
 
 BLIND = "snapkv chose what to keep before it knew this turn's question"

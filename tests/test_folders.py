@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -11,8 +12,8 @@ import kvsieve.models
 from kvsieve import folders
 from kvsieve.errors import InputError, PlanError
 from kvsieve.kernels.cpu.folder import cache_folder
-from kvsieve.models.families import build
 from kvsieve.profiles import load_profile, profiles_dir
+from tiny_models import build
 
 VARIABLES = ("HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "KVSIEVE_CACHE", "KVSIEVE_HOME")
 
@@ -73,3 +74,17 @@ def test_where_nothing_can_be_written_a_folder_is_named_all_the_same(homeless, m
 
     monkeypatch.setattr(tempfile, "gettempdir", none)
     assert folders.cache_dir().parent == Path("/tmp")
+
+
+def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path, monkeypatch):
+    target, link = tmp_path / "a.json", tmp_path / "link"
+    link.symlink_to(target)
+    folders.write_whole(link, "één")
+    assert link.is_symlink() and target.read_bytes() == "één".encode() and target.stat().st_mode & 0o600 == 0o600
+    with pytest.raises(KeyboardInterrupt), folders.replacing(target) as file:
+        file.write(b"half")
+        raise KeyboardInterrupt
+    monkeypatch.setattr(os, "replace", lambda *paths: os.stat(tmp_path / "gone"))
+    with pytest.raises(OSError, match="gone"):
+        folders.write_whole(target, b"other")
+    assert target.read_text() == "één" and {file.name for file in tmp_path.iterdir()} == {"a.json", "link"}

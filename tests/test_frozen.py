@@ -1,18 +1,16 @@
-"""Every method does on a tiny model what the committed record says; benchmarks/freeze.py wrote it."""
+"""Every method does on a tiny model what the committed record says; tests/support/freeze.py wrote it."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 
+import freeze
 import kvsieve
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "freeze.py"
 RECORD = Path(__file__).parent / "data" / "frozen.json.gz"
 
 
@@ -22,18 +20,8 @@ METHODS = [name for name in kvsieve.list_methods() if not APART & {*kvsieve.meth
 
 
 @pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("benchmarks_freeze", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-
-
-@pytest.fixture(scope="module")
-def model(script):
-    made = script.tiny_model()
+def model():
+    made = freeze.tiny_model()
     # Each answer looks for garbage in all that is not frozen; the imports of a first model are most of that.
     gc.collect()
     gc.freeze()
@@ -41,36 +29,36 @@ def model(script):
 
 
 @pytest.fixture(scope="module")
-def record(script):
-    return script.read(RECORD)
+def record():
+    return freeze.read(RECORD)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_behaviour_is_as_recorded(script, model, record, name):
+def test_behaviour_is_as_recorded(model, record, name):
     expected = record.get(name, {})
-    found = script.frozen(model, name)
+    found = freeze.frozen(model, name)
     lines = [
-        f"{name}, {case}: {line}" for case in found for line in script.differences(expected.get(case), found[case])
+        f"{name}, {case}: {line}" for case in found for line in freeze.differences(expected.get(case), found[case])
     ]
     assert not lines, "\n".join(lines)
 
 
-def test_the_record_is_of_these_methods_and_cases(script, record):
+def test_the_record_is_of_these_methods_and_cases(record):
     assert sorted(record) == sorted(METHODS)
-    assert all(list(cases) == list(script.CASES) for cases in record.values())
+    assert all(list(cases) == list(freeze.CASES) for cases in record.values())
 
 
-def test_other_tokens_logits_and_refusals_are_told(script, record):
+def test_other_tokens_logits_and_refusals_are_told(record):
     before = record["snapkv"]["two turns"]
-    assert script.differences(before, copy.deepcopy(before)) == []
+    assert freeze.differences(before, copy.deepcopy(before)) == []
     other = copy.deepcopy(before)
     other["kept 1"][0][2][1] = "0-3"
-    (line,) = script.differences(before, other)
+    (line,) = freeze.differences(before, other)
     assert "kept 1: other tokens in 1 heads, first in row 0, layer 2, head 1" in line
     other = copy.deepcopy(before)
     other["logits 0"][1][0][3] += 1e-5
-    assert script.differences(before, other) == []
+    assert freeze.differences(before, other) == []
     other["logits 0"][1][0][3] += 1e-2
-    assert script.differences(before, other) == ["logits 0: differ by up to 0.01"]
-    assert script.differences(before, {"refused": "PlanError"}) == ["was runs, is PlanError"]
-    assert script.differences(None, before) == ["is not in the record: write it again"]
+    assert freeze.differences(before, other) == ["logits 0: differ by up to 0.01"]
+    assert freeze.differences(before, {"refused": "PlanError"}) == ["was runs, is PlanError"]
+    assert freeze.differences(None, before) == ["is not in the record: write it again"]

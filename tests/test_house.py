@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+from pathlib import Path
 
 import kvsieve
 from kvsieve.roles.base import _CLASSES
-from source_tree import PLUGIN, imports, modules
+from source_tree import PLUGIN, SOURCE, imports, modules
 
 # Where attention is computed, and chosen how.
 OF_ATTENTION = ("kvsieve.kernels", "kvsieve.core", "kvsieve.attention")
@@ -96,3 +97,30 @@ def test_the_plugin_names_no_method_and_imports_what_methods_are_made_of():
         imported |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
         assert {name.split(".")[1] for name in imported if name.startswith("kvsieve.")} <= OF_THE_PLUGIN, file.name
         assert not methods & set(re.findall(r"\w+", text)), file.name
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def found(pattern: str, folder: Path, left_out: str = "") -> list[str]:
+    """Python files of a folder, but for those below `left_out`, in which a line matches."""
+    files = sorted(folder.rglob("*.py"))
+    names = [str(file.relative_to(folder)) for file in files if re.search(pattern, file.read_text(), re.M)]
+    return [name for name in names if not left_out or not name.startswith(left_out)]
+
+
+def test_only_the_tests_of_benchmarks_import_them():
+    assert found(r"^\s*(from|import) benchmarks\b|spec_from_file_loc[a-z]+", ROOT / "tests", "benchmarks/") == [
+        # A hook of mkdocs, which is imported by its path, as mkdocs does.
+        "test_docs_site.py",
+    ]
+
+
+def test_one_function_writes_files_whole_or_not_at_all():
+    """What else renames: a compiler's output, and a damaged file that is put aside."""
+    assert found(r"\bos\.(replace|rename)\(|\.(replace|rename)\((target|path|file|place)\)", SOURCE) == [
+        "folders.py",
+        "kernels/cpu/build.py",
+        "models/demo.py",
+        "store/directory.py",
+    ]

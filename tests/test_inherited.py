@@ -18,9 +18,9 @@ from kvsieve.eval.results import Results
 from kvsieve.eval.tables import settings_table
 from kvsieve.eval.unlike import unlike_settings
 from kvsieve.methods import SnapKV
-from kvsieve.models.families import build
 from kvsieve.profiles import Fingerprint, Profile, keep_profile, load_profile
 from kvsieve.settled import settled_role
+from tiny_models import build
 from toy_words import WORDS, word_tokenizer
 
 ABOUT = {"title": "", "paper": "", "phase": "end of prompt", "query_aware": True, "budget": "20%"}

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvsieve.models.families import build
 from masked_paths import CARRIED, MASKED, asks
 from paths import PATHS, Ask, answer, plain, words
 from small import fill, longrope_factors
+from tiny_models import build
 
 
 @functools.cache

@@ -12,9 +12,9 @@ from kvsieve import Plan
 from kvsieve.errors import PlanError
 from kvsieve.eval.cells import settings
 from kvsieve.methods import TSP, SnapKV
-from kvsieve.models.families import build
 from kvsieve.profiles import Fingerprint, Profile, load_profile, shipped_profiles
 from kvsieve.settled import all_parameters
+from tiny_models import build
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Types of kvsieve's public names, made by `python -m benchmarks.stubs`; do not edit."""
+"""Types of kvsieve's public names, made by `python tests/support/stubs.py`; do not edit."""
 
 from typing import Any, Literal, overload
 

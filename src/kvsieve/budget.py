@@ -13,7 +13,7 @@ from kvsieve.quantities import format_bytes, is_size, is_tokens, parse_bytes, pa
 _FLOORED = re.compile(r"(.*\S)\s*\(at least (\d+)\)")
 
 # Floor of shares of plans made by name: with 20% of a question of 40 tokens a model answers with a loop
-# (benchmarks/floor.py; docs/options.md, "The floor").
+# (benchmarks/answers/floor.py; docs/options.md, "The floor").
 FLOOR = 512
 # Numbers of entries that may have been meant as a share in percent.
 _PERCENT = 100

@@ -19,7 +19,7 @@ from kvsieve.advise.settings import candidates
 from kvsieve.errors import InputError
 from kvsieve.eval.cells import setting
 from kvsieve.eval.evaluator import Evaluator
-from kvsieve.models.families import build
+from tiny_models import build
 from toy_words import WORDS, word_tokenizer
 
 SMALL = (("snapkv", {"window": 4, "kernel": 3}), ("streamingllm", {}), ("fastkv", {"tsp_layer": 1, "tsp_rate": 0.5}))

@@ -28,8 +28,8 @@ from kvsieve.devices import cpu_kind
 from kvsieve.errors import KvsieveError
 from kvsieve.hf.compat import AttentionInterface
 from kvsieve.hf.kinds import LayerKind
-from kvsieve.models.families import build
 from kvsieve.plans import Plan
+from tiny_models import build
 from toy_words import word_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -73,11 +73,11 @@ def contenders(model, *left_out):
 
 @pytest.fixture(scope="module")
 def report(model, text):
-    """Lengths -> what run_length gave, two unequal rows."""
+    """Lengths -> what run_length gave last, two unequal rows."""
     limits = Limits(geometry(model.config), Rates(2e9, 3e9), element_bytes(model))
     entered = contenders(model, "full", "gemfilter")
     found = {
-        str(length): run_length(entered, make_rows(text, length, 2), NEW, ROUNDS, model=model, limits=limits)
+        str(length): [*run_length(entered, make_rows(text, length, 2), NEW, ROUNDS, model=model, limits=limits)][-1]
         for length in LENGTHS
     }
     return {"lengths": found, "batch": 2, "contenders": {}, "limits_unknown": None}
@@ -87,7 +87,8 @@ def report(model, text):
 def alone(model, text):
     """One row of 320 tokens."""
     limits = Limits(geometry(model.config), Rates(2e9, 3e9), element_bytes(model))
-    return run_length(contenders(model), make_rows(text, 320, 1), NEW, 1, model=model, limits=limits)["summary"]
+    (entry,) = run_length(contenders(model), make_rows(text, 320, 1), NEW, 1, model=model, limits=limits)
+    return entry["summary"]
 
 
 # What is measured
@@ -404,7 +405,7 @@ def test_the_peer_is_compared_row_by_row(model, text, rows):
         PeerMethod(FakePeer(), "snapkv", Budget.parse(budget), options, f"kvpress {budget}") for budget in ("10%", 999)
     ]
     entered = [Transformers(model), *peers]
-    entry = run_length(entered, make_rows(text, 160, rows), 3, 1, model=model)
+    (entry,) = run_length(entered, make_rows(text, 160, rows), 3, 1, model=model)
     summary, samples = entry["summary"], entry["samples"]
     ten, all_of_it = summary["kvpress 10%"], summary["kvpress 999"]
     assert ten["applied"] and not all_of_it["applied"] and "999 of 160 may stay" in all_of_it["notes"][0]
@@ -468,20 +469,23 @@ def test_the_command_measures_writes_prints_and_draws(cli, model_dir, tmp_path, 
 
 def test_what_was_measured_before_a_failure_is_kept(cli, model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("kvsieve.bench.roofline.measure_rates", lambda model: Rates(1e9, 1e10))
-    run = KvsieveMethod.run
+    run, runs = KvsieveMethod.run, []
 
     def failing(self, prompt, *more):
-        if prompt.ids.shape[1] == 200:
+        runs.append(prompt.ids.shape[1])
+        # The warm-up and the first of two rounds are over.
+        if runs.count(200) == 3:
             raise OSError("power cut")
         return run(self, prompt, *more)
 
     monkeypatch.setattr(KvsieveMethod, "run", failing)
     out = tmp_path / "r.json"
     code, _, err = cli(
-        "bench", model_dir, "--methods", "", "--lengths", "100,200", "--rounds", 1, "--new-tokens", 2, "--out", out
+        "bench", model_dir, "--methods", "", "--lengths", "100,200", "--rounds", 2, "--new-tokens", 2, "--out", out
     )
     assert code == 1 and "error: power cut" in err
-    assert list(json.loads(out.read_text())["lengths"]) == ["100"]
+    kept = json.loads(out.read_text())["lengths"]
+    assert [len(entry["samples"]["full"]) for entry in kept.values()] == [2, 1] and kept["200"]["summary"]["full"]
     assert [file.name for file in tmp_path.iterdir()] == ["r.json"]
 
 

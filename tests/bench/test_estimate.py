@@ -21,8 +21,8 @@ from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.compat import CACHE, cache_argument, decoder_of
 from kvsieve.methods import TSP, KNorm, SnapKV
-from kvsieve.models.families import available, build
 from kvsieve.plans import Plan
+from tiny_models import available, build
 
 LONG = 131072
 LLAMA_8B = dict(

@@ -18,7 +18,7 @@ from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.shared import read_shared
 from kvsieve.kernels.cpu import codes as compiled
 from kvsieve.methods import Rotated
-from kvsieve.models.families import build
+from tiny_models import build
 
 DIM = 64
 LINE = torch.zeros(4, dtype=torch.int64)

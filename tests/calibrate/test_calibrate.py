@@ -17,10 +17,10 @@ from kvsieve.calibrate import Material, Options, Prompt, built_in_prompts, calib
 from kvsieve.errors import InputError, PlanError
 from kvsieve.hf.compat import CACHE
 from kvsieve.methods.snapkv import SnapKV
-from kvsieve.models.families import build
 from kvsieve.profiles import Fingerprint, load_profile
 from kvsieve.report import plot_style
 from kvsieve.tasks.prompter import Prompter
+from tiny_models import build
 from toy_words import word_tokenizer
 
 pytestmark = pytest.mark.slow

@@ -16,8 +16,8 @@ from kvsieve.errors import InputError, PlanError
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.shared import read_shared
 from kvsieve.methods import TSP, SnapKV
-from kvsieve.models.families import build
 from layers import context
+from tiny_models import build
 
 LAYERS = 6
 

@@ -12,8 +12,8 @@ import kvsieve
 from kvsieve.cli.ask import given_questions, runs_of
 from kvsieve.errors import InputError
 from kvsieve.eval.ask import DocumentAnswer, advice, differing_words, differs_at, summarise
-from kvsieve.models.families import build
 from kvsieve.store import PrefixStore
+from tiny_models import build
 from toy_words import word_tokenizer
 
 WORDS = " ".join(f"w{number % 60}" for number in range(300))

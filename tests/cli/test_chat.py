@@ -23,7 +23,7 @@ import kvsieve
 from kvsieve.cli.main import run_cli
 from kvsieve.cli.words import Words
 from kvsieve.errors import InputError
-from kvsieve.models.families import build
+from tiny_models import build
 from toy_chats import chat_tokenizer
 from toy_words import word_tokenizer
 from unreadable import forbid

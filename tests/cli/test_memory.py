@@ -13,9 +13,9 @@ from kvsieve.bench import footprint as footprints
 from kvsieve.bench.footprint import footprint
 from kvsieve.hf.model.memory import layer_bytes
 from kvsieve.models import ModelLoadError
-from kvsieve.models.families import build
 from kvsieve.plans import Plan
 from kvsieve.registry import list_methods, method_info
+from tiny_models import build
 from toy_chats import chat_tokenizer
 
 TOKENS, NEW, CHUNK = 300, 4, 32

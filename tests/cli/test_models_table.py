@@ -1,32 +1,32 @@
-"""The table of models that is shipped, so that it is printed without transformers: it says what is found out anew."""
+"""The table of models that is shipped says what is found out anew."""
 
 from __future__ import annotations
 
 import json
-import sys
 from importlib import metadata
 
 import pytest
 
+import model_table
 from kvsieve.cli import models_table
-from kvsieve.models.families import FAMILIES
+from tiny_models import FAMILIES
 
 
-def test_the_table_of_models_is_current():
-    shipped = json.loads(models_table._TABLE.read_text())
+def test_the_table_of_models_is_current(monkeypatch):
+    shipped = json.loads(models_table.TABLE.read_text())
     assert [row["family"] for row in shipped["models"]] == [family.name for family in FAMILIES], "run `make docs`"
+    for row, family in zip(shipped["models"], FAMILIES, strict=True):
+        assert (row.get("since", ""), row.get("broken", "")) == (family.since, family.broken)
     if shipped["transformers"] != metadata.version("transformers"):
-        pytest.skip("the table is of another transformers, so it is not used")
-    rows = {row["family"]: row for row in shipped["models"]}
-    for family in FAMILIES:
+        pytest.skip("the table is of another transformers")
+    for family, known in zip(FAMILIES, shipped["models"], strict=True):
         if family.name in ("llama", "gemma3n_text", "mamba2"):
-            row = models_table._examine(family)
-            assert rows[family.name] == json.loads(json.dumps(vars(row)))
+            row = model_table.examine(family)
+            assert known == json.loads(json.dumps(model_table.shipped(family, row)))
 
+    def fail(name):
+        raise ValueError("unrecognized model\nwith a long list")
 
-def test_a_process_that_has_loaded_transformers_examines_it(monkeypatch):
-    version = json.loads(models_table._TABLE.read_text())["transformers"]
-    assert models_table.shipped_rows(version) is None
-    monkeypatch.delitem(sys.modules, "transformers")
-    assert [row.family for row in models_table.shipped_rows(version)] == [family.name for family in FAMILIES]
-    assert models_table.shipped_rows("0.1") is None
+    monkeypatch.setattr(model_table, "build", fail)
+    row = model_table.examine(FAMILIES[0])
+    assert (row.status, row.reason) == (models_table.NOT_BUILT, "not in this transformers: unrecognized model")

@@ -9,7 +9,7 @@ import pytest
 
 import kvsieve
 from kvsieve.hf.runtime import AttachedModel
-from kvsieve.models.families import build
+from tiny_models import build
 from toy_words import word_tokenizer
 
 OPTIONS = ["--method", "snapkv", "--budget", "16", "--set", "window=4", "--max-new-tokens", "5", "--dtype", "float32"]

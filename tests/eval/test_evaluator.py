@@ -13,9 +13,9 @@ from kvsieve.eval.evaluator import Evaluator
 from kvsieve.eval.outcome import compared_places
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.shared import next_logits
-from kvsieve.models.families import build
 from kvsieve.tasks.samples import QuestionAnswer, Sample
 from small import fill, longrope_factors
+from tiny_models import build
 from toy_words import WORDS, word_tokenizer
 
 PLANS = [

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from kvsieve.cli import evaluate
+from kvsieve.cli.specs import method_specs
 from kvsieve.errors import InputError
 from kvsieve.eval.cells import settings
 from kvsieve.eval.evaluator import Evaluator
@@ -14,8 +19,10 @@ from kvsieve.eval.grid import Grid
 from kvsieve.eval.results import load
 from kvsieve.eval.runner import run_grid
 from kvsieve.eval.store import writing
-from kvsieve.models.families import build
+from kvsieve.tasks import all_tasks
+from kvsieve.tasks.public import public_tasks
 from kvsieve.tasks.samples import QuestionAnswer, Sample
+from tiny_models import build
 from toy_words import WORDS, word_tokenizer
 
 
@@ -98,3 +105,50 @@ def test_a_document_without_room_for_its_answer_is_named(evaluator, tmp_path):
     wanted = "one, 80 tokens, document 1 of 1, question 1 of 2 needs .* choose a length of at most 50$"
     with writing(tmp_path / "out", RUN, resume=False) as writer, pytest.raises(InputError, match=wanted):
         run_grid(grid(task, cost_samples=0), evaluator, writer)
+
+
+GRIDS = sorted((Path(__file__).parents[2] / "benchmarks" / "answers" / "grids").glob("*.toml"))
+
+
+@pytest.mark.parametrize("file", GRIDS, ids=lambda file: file.stem)
+def test_committed_grids_name_tasks_and_methods_that_exist(file):
+    context = SimpleNamespace()
+    evaluate._take_file(context, file)
+    given = context.default_map
+    assert len(settings(method_specs(given["methods"]), given["budgets"].split(","))) > 10
+    known = {*all_tasks(), *(name for name, _ in public_tasks()), "ruler"}
+    assert {*given["tasks"].split(",")} <= known and int(given["samples"]) > 0
+
+
+def test_a_grid_comes_from_a_file_and_the_command_line_goes_before_it(cli, model_dir, tmp_path):
+    file, out = tmp_path / "grid.toml", tmp_path / "out"
+    file.write_text(
+        'tasks = ["needle"]\nlengths = 200\nmethods = ["snapkv:window=4", "knorm"]\nsamples = 7\nbudgets = 20'
+    )
+    code, _, err = cli("eval", model_dir, "--grid", file, "--samples", 1, "--cost-samples", 0, "--out", out)
+    assert code == 0, err
+    run = load(out)
+    assert {(row["label"], row["budget"]) for row in run.samples} == {
+        ("full", None),
+        ("snapkv window=4", "20"),
+        ("knorm", "20"),
+    }
+    assert {(row["task"], row["length"], row["sample"]) for row in run.samples} == {("needle", 200, 0)}
+    code, _, err = cli("eval", model_dir, "--grid", file, "--server", "http://127.0.0.1:9", "--out", out)
+    assert code == 2 and "--budgets, --methods: not with --server" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ('method = ["snapkv"]', "sets method; it may set tasks, lengths"),
+        ("methods = [", "cannot be read: .*expected TOML such as methods"),
+        ('samples = "many"', "--samples"),
+        (None, "cannot be read: .*No such file"),
+    ],
+)
+def test_a_grid_that_cannot_be_read_is_refused(cli, tmp_path, text, match):
+    if text is not None:
+        (tmp_path / "grid.toml").write_text(text)
+    code, _, err = cli("eval", "--grid", tmp_path / "grid.toml", "--out", tmp_path / "out")
+    assert code == 2 and re.search(match, err), err

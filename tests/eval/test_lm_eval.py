@@ -28,7 +28,7 @@ import kvsieve
 from kvsieve.errors import KvsieveError, KvsieveWarning, PlanError, UnsupportedModelError, UnsupportedOptionError
 from kvsieve.eval import lm_eval_command, lm_eval_model
 from kvsieve.eval.lm_eval_model import KvsieveLM
-from kvsieve.models.families import build
+from tiny_models import build
 
 pytestmark = pytest.mark.slow
 

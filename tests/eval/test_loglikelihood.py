@@ -8,8 +8,8 @@ import torch
 import kvsieve
 from kvsieve.errors import InputError
 from kvsieve.eval.loglikelihood import by_context, score, split
-from kvsieve.models.families import build
 from small import fill, longrope_factors
+from tiny_models import build
 
 CONTEXT = tuple(torch.randint(2, 120, (60,), generator=torch.Generator().manual_seed(5)).tolist())
 OTHER = (7, 9, 11)

@@ -11,9 +11,9 @@ import kvsieve
 from kvsieve.eval.reading import DocumentReader
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.shared import read_alone
-from kvsieve.models.families import build
 from kvsieve.store import PrefixStore
 from small import plan_of, stored
+from tiny_models import build
 
 FULL = kvsieve.plan("full")
 

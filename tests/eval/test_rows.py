@@ -14,8 +14,8 @@ from kvsieve.eval.comparison import compared
 from kvsieve.eval.merge import subjects
 from kvsieve.eval.report import markdown_report
 from kvsieve.eval.results import load
-from kvsieve.models.families import build
 from kvsieve.tasks.rows import chosen_score, rows_task
+from tiny_models import build
 from toy_words import WORDS, word_tokenizer
 
 TEXTS = [" ".join(WORDS[3 + (7 * i + 11 * number) % 110] for i in range(60)) for number in range(2)]

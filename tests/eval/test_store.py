@@ -11,14 +11,15 @@ import os
 
 import pytest
 
+from kvsieve import folders
 from kvsieve.errors import InputError, KvsieveError, PlanError
 from kvsieve.eval import store
 from kvsieve.eval.cells import settings
 from kvsieve.eval.packed import contents, packed_name
 from kvsieve.eval.results import load
 from kvsieve.eval.store import ResultsWriter, writing
-from kvsieve.models.families import build
 from kvsieve.tasks.haystack import load_haystack, text_digest
+from tiny_models import build
 
 RUN = {"model": "toy", "dtype": "float32", "seed": 0, "haystack": "noise", "tasks": {"needle": "Needle"}}
 RUN["settings"] = [{"label": "full", "budget": None, "method": "full", "parameters": {}}]
@@ -226,7 +227,8 @@ def system(monkeypatch):
 
     def use(**how):
         made = System(**how)
-        monkeypatch.setattr(store, "os", made)
+        for module in (store, folders):
+            monkeypatch.setattr(module, "os", made)
         return made
 
     return use
@@ -367,10 +369,10 @@ def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path, system, step):
 
 def test_a_folder_left_before_there_was_a_run_is_begun_anew(tmp_path):
     (tmp_path / ".lock").touch()
-    (tmp_path / "run.json.part").write_text('{"format"')
+    (tmp_path / ".run.json.0123456789ab.kvsieve-tmp").write_text('{"format"')
     with writing(tmp_path, RUN, resume=False) as writer:
         writer.samples.add([row()])
-    assert keys(tmp_path) == [(0, "full")] and not (tmp_path / "run.json.part").exists()
+    assert keys(tmp_path) == [(0, "full")] and not (tmp_path / ".run.json.0123456789ab.kvsieve-tmp").exists()
 
 
 def test_a_torn_line_leaves_what_came_before_in_its_place(tmp_path):

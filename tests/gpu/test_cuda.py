@@ -17,8 +17,8 @@ import kvsieve
 from kvsieve.errors import KvsieveError
 from kvsieve.hf.shared import next_logits
 from kvsieve.methods import KIVI
-from kvsieve.models.families import available, build
 from small import plan_of, stored
+from tiny_models import available, build
 
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kvsieve
 from kvsieve.hf.forward import session
 from kvsieve.methods import HSA, Quest, SparQ
-from kvsieve.models.families import build
 from kvsieve.plans import Plan
+from tiny_models import build
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 LENGTH, NEW = 150, 9

@@ -8,8 +8,8 @@ import torch
 import kvsieve
 from kvsieve.errors import InputError, PlanError
 from kvsieve.hf.compat import CACHE
-from kvsieve.models.families import build
 from small import fill, plan_of, stored
+from tiny_models import build
 
 N, LEFT = 90, 40
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 4}

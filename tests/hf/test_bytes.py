@@ -9,9 +9,9 @@ import kvsieve
 from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
 from kvsieve.methods import SnapKV
-from kvsieve.models.families import build
 from kvsieve.quantities import format_bytes
 from small import plan_of
+from tiny_models import build
 
 _SIZE = 60_000
 _LENGTH = 200

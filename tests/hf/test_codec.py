@@ -16,10 +16,10 @@ from kvsieve.errors import CacheFileError, PlanError, UnsupportedModelError
 from kvsieve.eval.cells import settings
 from kvsieve.hf.forward.session import Session
 from kvsieve.methods import HQQ, KIVI, Rotated, SnapKV
-from kvsieve.models.families import build
 from kvsieve.named import crossed
 from kvsieve.plans import Plan
 from small import plan_of, recorder_stand_in, stored
+from tiny_models import build
 from toy_words import word_tokenizer
 
 CODEC = KIVI(bits=8, block=16, tail=16)

@@ -9,8 +9,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 import kvsieve
 from kvsieve.errors import CacheStateError, InputError
 from kvsieve.hf.compat import CACHE
-from kvsieve.models.families import build
 from small import fill, plan_of
+from tiny_models import build
 
 N, PAD, END = 60, 0, 2
 ANSWERS = [[5, 6, END], [7, 8, 9, 10, 11, 12, 13, 14]]

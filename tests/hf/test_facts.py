@@ -14,8 +14,8 @@ from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.hf.model.facts import Facts
 from kvsieve.hf.model.support import check_model, why_unsupported
 from kvsieve.methods import CriticalKV, ExpectedAttention, SnapKV
-from kvsieve.models.families import build
 from kvsieve.roles import Evictor, Traits
+from tiny_models import build
 
 EXPECTED = Plan(evict=ExpectedAttention(budget=0.5))
 CRITICAL = Plan(evict=CriticalKV(base=SnapKV(budget=0.5, window=4)))

@@ -15,8 +15,8 @@ import kvsieve
 from kvsieve.errors import CacheStateError, InputError, KvsieveError, KvsieveWarning, UnsupportedModelError
 from kvsieve.hf import attach
 from kvsieve.hf.compat import CACHE
-from kvsieve.models.families import build
 from small import fill
+from tiny_models import build
 from toy_chats import chat_tokenizer
 
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 6}

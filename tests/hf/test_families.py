@@ -17,8 +17,8 @@ from kvsieve.errors import UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.kinds import layer_kinds
 from kvsieve.hf.model.support import why_unsupported
-from kvsieve.models.families import available, build
 from masking import mask_instead
+from tiny_models import available, build
 
 logging.set_verbosity_error()
 

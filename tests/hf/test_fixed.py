@@ -8,16 +8,16 @@ import pytest
 import torch
 
 import kvsieve
+from interpreted import interpreted
 from kvsieve.errors import CacheStateError, PlanError
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.decode import engine as fixed
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.shared import next_logits
-from kvsieve.kernels.interpreter import interpreted
 from kvsieve.methods import HSA, DuoAttention, DynamicKV, KNorm, PyramidKV
-from kvsieve.models.families import build
 from kvsieve.roles import Reader
 from small import one_compiled_graph, recorder_stand_in
+from tiny_models import build
 
 PLANS = {
     "full": {},

@@ -15,14 +15,14 @@ import torch
 
 import kvsieve
 from faraway import Away, sent, watched
+from interpreted import interpreted
 from kvsieve.cache import PackedStore
 from kvsieve.hf.decode import engine as fixed
 from kvsieve.hf.shared import next_logits
-from kvsieve.kernels.interpreter import interpreted
 from kvsieve.methods import KIVI, Int8, Outlier, Rotated, SnapKV
-from kvsieve.models.families import build
 from kvsieve.plans import Plan
 from small import one_compiled_graph, plan_of, recorder_stand_in
+from tiny_models import build
 
 SIZES = {"block": 8, "tail": 6}
 PLANS = {

@@ -15,7 +15,7 @@ from kvsieve.hf.compat import CACHE
 from kvsieve.hf.decode import fused_decoder, fused_modules, linears
 from kvsieve.hf.decode.fused_modules import FusedModules
 from kvsieve.kernels.cpu import build, layers
-from kvsieve.models.families import build as build_model
+from tiny_models import build as build_model
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="kernels are compiled, and there is no gcc")
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

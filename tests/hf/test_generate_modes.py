@@ -14,7 +14,7 @@ from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.forward import passes, sparse_prompt
 from kvsieve.hf.generate import peak_memory
-from kvsieve.models.families import build
+from tiny_models import build
 
 PLAIN = {"eos_token_id": None, "pad_token_id": 0}
 FULL = kvsieve.plan("full")

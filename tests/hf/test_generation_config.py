@@ -14,8 +14,8 @@ from kvsieve.cli.specs import MethodRun
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.generate.config import FROM_HUB, REFUSED, config_in_effect, end_tokens, padding_token, processors_of
-from kvsieve.models.families import build
 from small import fill
+from tiny_models import build
 from toy_bytes import byte_level
 from toy_chats import chat_tokenizer
 

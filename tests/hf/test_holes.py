@@ -7,8 +7,8 @@ import torch
 
 import kvsieve
 from kvsieve.errors import InputError, UnsupportedOptionError
-from kvsieve.models.families import build
 from small import fill, plan_of
+from tiny_models import build
 
 N, NEW = 90, 3
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": NEW}

@@ -11,8 +11,8 @@ from transformers import logging
 import kvsieve
 from kvsieve.cache import DenseStore
 from kvsieve.errors import InputError, UnsupportedOptionError
-from kvsieve.models.families import build
 from masking import mask_instead
+from tiny_models import build
 
 logging.set_verbosity_error()
 

@@ -18,7 +18,7 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.chat import chat as chats
 from kvsieve.hf.chat import worker
 from kvsieve.hf.forward import passes as sessions
-from kvsieve.models.families import build
+from tiny_models import build
 from toy_chats import chat_tokenizer
 
 pytestmark = pytest.mark.slow

@@ -19,8 +19,8 @@ from kvsieve.hf.model import support
 from kvsieve.hf.model.support import why_unsupported
 from kvsieve.hf.shared import read_shared
 from kvsieve.methods import SnapKV
-from kvsieve.models.families import build
 from kvsieve.plans import Plan
+from tiny_models import build
 
 GREEDY = {
     "do_sample": False,

@@ -11,7 +11,7 @@ from attend import latent_attention
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.model.latent import candidates, up_projection
-from kvsieve.models.families import available, build
+from tiny_models import available, build
 
 LATENT = (
     "deepseek_v2 deepseek_v3 glm4_moe_lite axk1 minicpm3 youtu longcat_flash mistral4 kimi_linear bailing_hybrid"

@@ -10,7 +10,7 @@ from torch import nn
 import kvsieve
 from kvsieve.hf.decode import fused_decoder, narrow, products
 from kvsieve.kernels.cpu import products as kernel
-from kvsieve.models.families import build
+from tiny_models import build
 
 pytestmark = pytest.mark.skipif(kernel.built().reason is not None, reason=kernel.built().status)
 

@@ -18,7 +18,7 @@ from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.model.support import check_model, methods_for, why_unsupported
-from kvsieve.models.families import build
+from tiny_models import build
 from toy_words import word_tokenizer
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}

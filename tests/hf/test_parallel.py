@@ -21,9 +21,9 @@ from forked import forked
 from kvsieve.cache import DenseStore
 from kvsieve.errors import KvsieveError, KvsieveWarning
 from kvsieve.methods import TOVA, TSP, AdaKV, DuoAttention, PyramidKV, QFilters, SnapKV
-from kvsieve.models.families import build
 from kvsieve.types import ALONE, Ranks
 from small import draft
+from tiny_models import build
 from toy_words import word_tokenizer
 
 pytestmark = pytest.mark.slow

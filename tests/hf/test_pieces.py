@@ -11,8 +11,8 @@ from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.prompt.chunks import passes
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
-from kvsieve.models.families import build
 from small import fill, plan_of
+from tiny_models import build
 
 CHUNK = 32
 PLANS = ("full", "snapkv", "adakv", "fastkv", "gemfilter", "rocketkv-mt", "quest", "h2o", "lagkv", "kivi", "keydiff")

@@ -12,7 +12,7 @@ from kvsieve.errors import PlanError
 from kvsieve.hf.decode import linears, products
 from kvsieve.hf.decode.linears import Linears
 from kvsieve.kernels.cpu import products as kernel
-from kvsieve.models.families import build
+from tiny_models import build
 
 pytestmark = pytest.mark.skipif(kernel.built().reason is not None, reason=kernel.built().status)
 

@@ -11,12 +11,12 @@ import kvsieve
 from kvsieve.budget import Budget
 from kvsieve.errors import InputError, PlanError
 from kvsieve.methods import H2O, TSP, AdaptiveTSP, KNorm, LagKV, SnapKV, StreamingLLM
-from kvsieve.models.families import build
 from kvsieve.roles import Evictor, Propagator
 from kvsieve.segments import role_spans
 from kvsieve.types import Quotas, Selection
 from layers import context, golden, kept
 from small import plan_of, stored
+from tiny_models import build
 from toy_words import word_tokenizer
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}

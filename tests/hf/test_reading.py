@@ -17,8 +17,8 @@ from kvsieve.hf.shared import next_logits
 from kvsieve.kernels.cpu import reading
 from kvsieve.kernels.cpu.build import Library
 from kvsieve.methods import HSA, PerTurn, Quest, RocketEviction, SnapKV
-from kvsieve.models.families import build
 from kvsieve.roles import Reader
+from tiny_models import build
 
 READERS = {
     "exacttopk": {"budget": 16},

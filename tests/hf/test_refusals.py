@@ -10,8 +10,8 @@ from kvsieve.cli.answers import encode
 from kvsieve.cli.prompts import TextPrompt
 from kvsieve.errors import CacheStateError, InputError, KvsieveError
 from kvsieve.hf.compat import CACHE
-from kvsieve.models.families import build
 from kvsieve.segments import role_spans
+from tiny_models import build
 from toy_chats import chat_tokenizer
 from toy_words import word_tokenizer
 

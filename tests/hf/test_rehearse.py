@@ -12,9 +12,9 @@ from kvsieve.errors import PlanError, UnsupportedOptionError
 from kvsieve.eval.evaluator import Evaluator
 from kvsieve.hf.compat import CACHE
 from kvsieve.methods import TSP, KVzip, Lookahead
-from kvsieve.models.families import build
 from kvsieve.roles import ProbingEvictor
 from kvsieve.tasks.samples import QuestionAnswer, Sample
+from tiny_models import build
 from toy_chats import chat_tokenizer
 from toy_words import WORDS, word_tokenizer
 

@@ -17,15 +17,16 @@ from safetensors.torch import load_file, save_file
 
 import kvsieve
 from interrupts import Interrupts
+from kvsieve import folders
 from kvsieve.cache import RaggedStore
 from kvsieve.cache.parts import store_parts
 from kvsieve.errors import CacheFileError, CacheStateError, InputError
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.persist import cache_file, packing, saved
 from kvsieve.methods import SnapKV
-from kvsieve.models.families import build
 from kvsieve.plans import Plan
 from kvsieve.profiles import Fingerprint, Profile
+from tiny_models import build
 from toy_words import word_tokenizer
 
 GREEDY = {
@@ -627,7 +628,8 @@ def test_what_killed_processes_left_is_cleaned(tmp_path):
 
 def test_an_interrupt_at_any_place_of_saving(tmp_path):
     target = tmp_path / "talk"
-    functions = [cache_file.replacing.__wrapped__, cache_file._created, cache_file._clean, cache_file._held]
+    functions = [cache_file.replacing.__wrapped__, folders.replacing.__wrapped__, folders._created]
+    functions += [folders._clean, folders._locked]
 
     def save():
         with cache_file.replacing(target, force=True) as file:

@@ -11,7 +11,7 @@ from kvsieve.hf.cache.batching import can_stack, stack
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.shared import after_prompt, answer_logits, next_logits, read_alone, read_shared
-from kvsieve.models.families import build
+from tiny_models import build
 
 PLANS = {
     "streamingllm": kvsieve.plan("streamingllm", budget="40%"),

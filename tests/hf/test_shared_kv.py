@@ -11,7 +11,7 @@ from kvsieve.cache import DenseStore
 from kvsieve.hf.cache.states import EmptyLayer
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.forward.request import PassRequest
-from kvsieve.models.families import available, build
+from tiny_models import available, build
 
 logging.set_verbosity_error()
 

@@ -10,7 +10,7 @@ import torch
 import kvsieve
 from kvsieve.errors import CacheStateError
 from kvsieve.hf.compat import CACHE
-from kvsieve.models.families import build
+from tiny_models import build
 
 GREEDY = {
     "do_sample": False,

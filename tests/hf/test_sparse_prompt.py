@@ -13,9 +13,9 @@ from kvsieve.cli.specs import compared_specs, make_runs, parse_prefills
 from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.eval.cells import settings
 from kvsieve.methods import AShape, XAttention
-from kvsieve.models.families import build
 from kvsieve.named import crossed
 from kvsieve.plans import Plan
+from tiny_models import build
 
 SMALL = "block=8:queries=16:least=32"
 SPARSE = f"xattention:{SMALL}:stride=4:threshold=0.6"

@@ -18,8 +18,8 @@ from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.model.support import why_unsupported
-from kvsieve.models.families import available, build
 from small import plan_of
+from tiny_models import available, build
 from toy_chats import chat_tokenizer
 
 logging.set_verbosity_error()

@@ -12,8 +12,8 @@ import kvsieve
 from kvsieve.errors import InputError, UnsupportedOptionError
 from kvsieve.hf.model.context import context_of
 from kvsieve.hf.model.tables import RotaryTables
-from kvsieve.models.families import build
 from small import fill, longrope_factors
+from tiny_models import build
 
 BORDER = 40
 LONGROPE = longrope_factors(BORDER)

@@ -12,14 +12,14 @@ from transformers import logging
 import kvsieve
 from attend import AttentionTerms, dense_attention, masked_attention
 from eager import exact_eager
+from interpreted import interpreted
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.forward.attention import _check_sinks
 from kvsieve.hf.model.support import why_unsupported
-from kvsieve.kernels.interpreter import interpreted
 from kvsieve.methods import HSA, ExactTopK, Quest, SparQ
-from kvsieve.models.families import available, build
 from kvsieve.roles import Reader
 from small import recorder_stand_in
+from tiny_models import available, build
 
 logging.set_verbosity_error()
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve.models.families import build
 from small import plan_of, stored
+from tiny_models import build
 
 ANSWER = 4
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}

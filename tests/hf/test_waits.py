@@ -9,8 +9,8 @@ import torch
 
 import kvsieve
 from faraway import Away, sent, watched
-from kvsieve.models.families import build
 from small import plan_of, stored
+from tiny_models import build
 
 pytestmark = pytest.mark.filterwarnings("ignore::kvsieve.errors.KvsieveWarning")
 

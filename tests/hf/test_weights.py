@@ -11,7 +11,7 @@ import kvsieve
 from kvsieve.errors import CacheFileError, CacheStateError, UnsupportedModelError
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.model.facts import Facts
-from kvsieve.models.families import build
+from tiny_models import build
 
 # Sizes that blocks of 32 and 64 weights divide.
 SHAPE = {

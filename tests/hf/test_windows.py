@@ -10,7 +10,7 @@ import kvsieve
 from eager import exact_eager
 from kvsieve.hf.cache.layer import WindowLayer
 from kvsieve.hf.model.support import why_unsupported
-from kvsieve.models.families import build
+from tiny_models import build
 
 logging.set_verbosity_error()
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 import kvsieve
 from kvsieve.errors import CacheStateError, InputError
 from kvsieve.kept.pieces import text_pieces
-from kvsieve.models.families import build
 from small import plan_of, stored
+from tiny_models import build
 from toy_words import word_tokenizer
 
 GREEDY = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 3, "min_new_tokens": 3}

@@ -8,7 +8,7 @@ import pytest
 
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"]
 if not collect_ignore_glob:
-    from kvsieve.kernels.interpreter import interpreted
+    from interpreted import interpreted
 
     # Kernels are defined when their modules are first imported, which the tests beside this file do.
     with interpreted():

@@ -11,7 +11,7 @@ from triton.runtime.interpreter import InterpretedFunction
 import kvsieve
 from kvsieve import kernels
 from kvsieve.kernels import blocks, choice, decode, packed, paged, pages, window
-from kvsieve.models.families import build
+from tiny_models import build
 
 PLANS = {
     "full": {},

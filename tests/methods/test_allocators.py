@@ -31,8 +31,8 @@ from kvsieve.methods import (
     StreamingLLM,
     ZigZagKV,
 )
-from kvsieve.models.families import build
 from layers import context
+from tiny_models import build
 
 PADDING = 7
 

@@ -11,9 +11,9 @@ from kvsieve.core.selection import top_mask
 from kvsieve.errors import PlanError
 from kvsieve.methods import TSP, AdaptiveTSP, GemFilter, SnapKV
 from kvsieve.methods.asl import _RowTrace
-from kvsieve.models.families import build
 from kvsieve.roles import Propagator
 from layers import context, golden
+from tiny_models import build
 
 LAYERS = 9
 

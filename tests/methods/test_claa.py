@@ -9,8 +9,8 @@ import kvsieve
 from kvsieve.budget import Budget
 from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.methods import TSP, CrossLayerTSP, SnapKV, StagedTSP
-from kvsieve.models.families import build
 from layers import context
+from tiny_models import build
 
 LAYERS, N, PADDING = 6, 60, 11
 

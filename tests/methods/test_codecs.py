@@ -16,8 +16,8 @@ from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.hf.compat import CACHE
 from kvsieve.kernels.cpu import packed as native
 from kvsieve.methods import FP8, HQQ, K8V4, KIVI, Int8, Outlier, Rotated, SnapKV
-from kvsieve.models.families import build
 from kvsieve.plans import Plan
+from tiny_models import build
 
 ROWS, BLOCKS, BLOCK, DIM = 2, 3, 32, 64
 # Bits per number that each is said to take, of keys and values.

@@ -8,9 +8,9 @@ import torch
 import kvsieve
 from kvsieve.errors import PlanError
 from kvsieve.methods import DuoAttention
-from kvsieve.models.families import build
 from kvsieve.profiles import Fingerprint, Profile
 from layers import context
+from tiny_models import build
 
 SCORES = ((0.9, 0.1), (0.2, 0.8), (0.3, 0.0))
 

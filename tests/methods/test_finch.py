@@ -12,9 +12,9 @@ import kvsieve
 from kvsieve.errors import PlanError, UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.compat import CACHE
 from kvsieve.methods import Finch
-from kvsieve.models.families import build
 from layers import context
 from spying import seen_by_attention, softmax_rows
+from tiny_models import build
 
 PADDING = 9
 QUESTION, CHUNK = 5, 16

@@ -15,10 +15,10 @@ from kvsieve.eval.costs import kept_map
 from kvsieve.eval.evaluator import Evaluator
 from kvsieve.hf.compat import CACHE
 from kvsieve.methods import HSA, TSP, GemFilter, SnapKV
-from kvsieve.models.families import build
 from kvsieve.roles import Propagator
 from kvsieve.tasks.samples import QuestionAnswer, Sample
 from layers import context, golden
+from tiny_models import build
 from toy_words import WORDS, word_tokenizer
 
 PLAIN = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}

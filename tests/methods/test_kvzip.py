@@ -11,9 +11,9 @@ import kvsieve
 from kvsieve.errors import PlanError
 from kvsieve.methods import KVzip
 from kvsieve.methods.kvzip import repeat_requests
-from kvsieve.models.families import build
 from layers import context
 from spying import seen_by_attention, softmax_rows
+from tiny_models import build
 from toy_words import word_tokenizer
 
 PADDING = 9

@@ -11,8 +11,8 @@ import torch
 import kvsieve
 from kvsieve.errors import PlanError
 from kvsieve.methods import LagKV
-from kvsieve.models.families import build
 from layers import context, golden, kept
+from tiny_models import build
 
 V4 = {"query": 3 * golden((1, 4, 24, 4), 1), "keys": 3 * golden((1, 2, 24, 4), 2), "values": golden((1, 2, 24, 4), 3)}
 TAIL = list(range(17, 24))

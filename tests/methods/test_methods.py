@@ -11,8 +11,8 @@ import kvsieve
 from kvsieve.core.scoring import width
 from kvsieve.errors import PlanError
 from kvsieve.methods import TSP, KNorm, SnapKV, StreamingLLM
-from kvsieve.models.families import build
 from layers import context, golden, kept
+from tiny_models import build
 
 GOLDEN = {"query": 3 * golden((1, 4, 24, 4), 1), "keys": 3 * golden((1, 2, 24, 4), 2)}
 

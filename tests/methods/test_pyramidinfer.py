@@ -12,10 +12,10 @@ import kvsieve
 from kvsieve.errors import PlanError
 from kvsieve.eval.evaluator import Evaluator
 from kvsieve.methods import PyramidInfer, pyramidinfer
-from kvsieve.models.families import build
 from kvsieve.roles import Propagator
 from kvsieve.tasks.samples import QuestionAnswer, Sample
 from layers import context
+from tiny_models import build
 from toy_words import WORDS, word_tokenizer
 
 LAYERS = 6

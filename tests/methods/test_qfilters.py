@@ -11,9 +11,9 @@ import kvsieve
 from kvsieve import Plan
 from kvsieve.errors import PlanError
 from kvsieve.methods import QFilters
-from kvsieve.models.families import build
 from kvsieve.profiles import Fingerprint, Profile
 from layers import context, kept
+from tiny_models import build
 
 
 def test_by_hand():

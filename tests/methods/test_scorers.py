@@ -17,9 +17,9 @@ from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.shared import read_shared
 from kvsieve.methods import H2O, TSP, ChunkKV, CriticalKV, ExpectedAttention, KeyDiff, KNorm, SageKV, SnapKV
 from kvsieve.methods.base import ScoredEvictor
-from kvsieve.models.families import build
 from kvsieve.types import When
 from layers import context, kept
+from tiny_models import build
 
 PLANS = {
     "keydiff": Plan(evict=KeyDiff(budget="40%")),

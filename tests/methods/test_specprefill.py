@@ -15,10 +15,10 @@ from kvsieve.hf.compat import CACHE
 from kvsieve.hf.prompt import draft as drafting
 from kvsieve.hf.prompt.draft import carried_over, text_and_spans
 from kvsieve.methods import SnapKV, SpecPrefill
-from kvsieve.models.families import build
 from kvsieve.roles import Loaded
 from layers import context
 from small import draft as tiny_draft
+from tiny_models import build
 from toy_words import word_tokenizer
 
 N, PADDING, LAYERS = 60, 11, 4

@@ -9,8 +9,8 @@ import kvsieve
 from kvsieve.errors import PlanError
 from kvsieve.hf.compat import CACHE
 from kvsieve.methods import H2O, TOVA, TSP, LagKV
-from kvsieve.models.families import build
 from layers import context, kept
+from tiny_models import build
 
 PLANS = {
     "tova": {"budget": 20},

@@ -20,7 +20,7 @@ from forked import all_told, forked
 from kvsieve import models
 from kvsieve.devices import auto_dtype
 from kvsieve.models import ModelLoadError, cache_dir, demo, fetch, fetch_demo, load, load_demo
-from kvsieve.models.families import build
+from tiny_models import build
 from toy_chats import chat_tokenizer
 
 pytestmark = pytest.mark.slow

@@ -6,14 +6,14 @@ import pytest
 import torch
 import transformers
 
-from kvsieve.models import families
-from kvsieve.models.family import Family
+import tiny_models
+from tiny_models import Family
 
 
 def test_every_family_of_this_release_has_a_configuration():
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
-    assert [family.name for family in families.available() if family.model_type not in known] == []
-    names = [family.name for family in families.FAMILIES]
+    assert [family.name for family in tiny_models.available() if family.model_type not in known] == []
+    names = [family.name for family in tiny_models.FAMILIES]
     assert len(set(names)) == len(names)
 
 
@@ -25,10 +25,10 @@ def test_a_family_is_there_since_a_release(version, there):
 
 
 def test_a_composite_model_takes_overrides_for_its_text_part():
-    model = families.build("mistral3", dtype=torch.float64, num_hidden_layers=2, attn_implementation="eager")
+    model = tiny_models.build("mistral3", dtype=torch.float64, num_hidden_layers=2, attn_implementation="eager")
     assert model.config.text_config.num_hidden_layers == 2 and len(model.get_decoder().layers) == 2
     assert model.config.vision_config.num_hidden_layers == 1 and model.dtype == torch.float64
     assert {model.config._attn_implementation, model.config.text_config._attn_implementation} == {"eager"}
     assert not model.config.tie_word_embeddings
-    again = families.build("mistral3", dtype=torch.float64)
+    again = tiny_models.build("mistral3", dtype=torch.float64)
     assert again.config.text_config.num_hidden_layers == 4

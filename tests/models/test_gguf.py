@@ -10,7 +10,7 @@ import torch
 
 import kvsieve
 from kvsieve.models import ModelLoadError, ModelNotFoundError
-from kvsieve.models.families import build
+from tiny_models import build
 from toy_gguf import TOKENS, write_gguf
 
 pytest.importorskip("gguf")

@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-from kvsieve.models.families import build
 from kvsieve.report import environment as stamps
+from tiny_models import build
 
 
 def test_the_commit_is_that_of_the_whole_package(monkeypatch):

@@ -14,12 +14,12 @@ from kvsieve.errors import InputError
 from kvsieve.eval.evaluator import Evaluator
 from kvsieve.eval.grid import Grid
 from kvsieve.eval.served import score_server
-from kvsieve.models.families import build
 from kvsieve.named import plan
 from kvsieve.serve.keys import Keys
 from kvsieve.serve.run import ServerOptions, application
 from kvsieve.tasks.samples import QuestionAnswer, Sample
 from served_apps import listening
+from tiny_models import build
 from toy_chats import chat_tokenizer
 from toy_words import WORDS
 
@@ -115,7 +115,8 @@ def test_a_run_goes_on_where_it_ended(url, tokenizer, tmp_path):
 def test_load_is_measured(url, tokenizer):
     text = torch.arange(3, 120).repeat(9)[None]
     test = LoadTest(ServerClient(url), text, 6, start=5)
-    found = load_test(test, [60], [1, 3], 2, lambda part: None)["60"]
+    *_, by_length = load_test(test, [60], [1, 3], 2, lambda part: None)
+    found = by_length["60"]
     assert [(each["clients"], each["requests"], each["new_tokens"]) for each in found] == [(1, 2, 12), (3, 6, 36)]
     for each in found:
         assert 0 < each["ttft_s"]["median"] <= each["ttft_s"]["p95"] and each["tpot_s"]["median"] > 0

@@ -12,7 +12,6 @@ import threading
 import httpx
 import pytest
 
-from kvsieve.models.families import build
 from kvsieve.serve import guards
 from kvsieve.serve.app import create_app
 from kvsieve.serve.bodies import DEEPEST, MOST_MEMBERS, MOST_VALUES, JsonShape
@@ -23,6 +22,7 @@ from kvsieve.serve.replies import json_text
 from kvsieve.serve.run import ServerOptions, application
 from kvsieve.serve.schema import CompletionRequest
 from served_apps import listening
+from tiny_models import build
 from toy_chats import chat_tokenizer
 
 SAID = b'{"role":"user","content":"w1"}'

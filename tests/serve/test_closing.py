@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from forked import forked
-from kvsieve.models.families import build
 from kvsieve.serve import run
 from kvsieve.store import directory
+from tiny_models import build
 from toy_chats import chat_tokenizer
 
 

@@ -14,7 +14,6 @@ from starlette.responses import Response
 
 from kvsieve.cli.main import run_cli
 from kvsieve.errors import InputError
-from kvsieve.models.families import build
 from kvsieve.serve import events
 from kvsieve.serve.app import create_app
 from kvsieve.serve.events import EventStream
@@ -23,6 +22,7 @@ from kvsieve.serve.keys import Keys, read_keys
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.run import ServerOptions, application, check_reach, listening_socket
 from served_apps import listening
+from tiny_models import build
 from toy_chats import chat_tokenizer
 
 PAGE = "https://page.example"

@@ -1,37 +1,23 @@
-"""A slice of benchmarks/fuzz_server.py, and that it would tell a defect."""
+"""A slice of tests/support/fuzz_server.py, and that it would tell a defect."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 
-from kvsieve.models.families import build
+import fuzz_server
+from fuzz_server import judged
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.run import ServerOptions, application
 from served_apps import listening
+from tiny_models import build
 from toy_chats import chat_tokenizer
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fuzz_server.py"
-
 
 @pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("benchmarks_fuzz_server", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-
-
-@pytest.fixture(scope="module")
-def server(script):
+def server():
     """A server in this process, of which no memory is told."""
 
-    class Here(script.Server):
+    class Here(fuzz_server.Server):
         def __init__(self, port: int) -> None:
             self.port = port
 
@@ -48,23 +34,23 @@ def server(script):
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(3000, marks=pytest.mark.slow)])
-def test_malformed_bodies_are_refused_in_words(script, server, first):
-    told, failures = script.send_bodies(server, list(range(first, first + 100)), 1, shown=False)
+def test_malformed_bodies_are_refused_in_words(server, first):
+    told, failures = fuzz_server.send_bodies(server, list(range(first, first + 100)), 1, shown=False)
     assert not failures, "\n".join(failures)
     assert "x 200" in told and "x 400" in told
 
 
-def test_work_of_clients_that_leave_is_left_too(script, server):
-    told, failures = script.cut_connections(server, 4, 3, 1)
+def test_work_of_clients_that_leave_is_left_too(server):
+    told, failures = fuzz_server.cut_connections(server, 4, 3, 1)
     assert not failures and "12 requests" in told
 
 
-def test_a_number_stands_for_one_body(script):
-    assert script.body_case(7, 0) == script.body_case(7, 0) != script.body_case(8, 0)
+def test_a_number_stands_for_one_body():
+    assert fuzz_server.body_case(7, 0) == fuzz_server.body_case(7, 0) != fuzz_server.body_case(8, 0)
 
 
-def test_defects_are_told_apart(script):
+def test_defects_are_told_apart():
     error = b'{"error":{"message":"no"}}'
-    assert script.judged(400, error) is None and script.judged(503, error) is None
-    assert script.judged(500, error) and script.judged(400, b"no") and script.judged(400, error + b" " * 30_000)
-    assert script.judged(200, b"data: {}") is None and script.judged(200, b'data: {"error":{"type":"server_error"}}')
+    assert judged(400, error) is None and judged(503, error) is None
+    assert judged(500, error) and judged(400, b"no") and judged(400, error + b" " * 30_000)
+    assert judged(200, b"data: {}") is None and judged(200, b'data: {"error":{"type":"server_error"}}')

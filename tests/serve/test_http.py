@@ -13,13 +13,13 @@ import torch
 
 import kvsieve
 from kvsieve.errors import InputError
-from kvsieve.models.families import build
 from kvsieve.serve.keys import Keys, read_keys
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.reply_schema import ChatReply, CompletionReply
 from kvsieve.serve.run import ServerOptions, application
 from kvsieve.turns import render, token_ids
 from served_apps import listening
+from tiny_models import build
 from toy_chats import chat_tokenizer
 
 CHUNK = 24

@@ -10,7 +10,6 @@ import pytest
 import call_templates as templates
 from kvsieve.decoding.asked import AnswerPart
 from kvsieve.errors import InputError
-from kvsieve.models.families import build
 from kvsieve.serve.chat import HeldText
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.messages import template_tool
@@ -20,6 +19,7 @@ from kvsieve.serve.schema import ChatRequest, CompletionRequest
 from kvsieve.serve.tools import CallForm, form_of, split_calls
 from kvsieve.turns import render
 from served_apps import listening
+from tiny_models import build
 from toy_chats import chat_tokenizer
 from toy_words import word_tokenizer
 

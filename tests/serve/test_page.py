@@ -10,10 +10,10 @@ import pytest
 from fastapi import FastAPI
 
 from browser import Browser, chromium
-from kvsieve.models.families import build
 from kvsieve.serve.run import ServerOptions, application
 from scripted_server import ScriptedServer, usage
 from served_apps import listening
+from tiny_models import build
 from toy_chats import chat_tokenizer
 
 LAST = ".turn:last-child "

@@ -7,7 +7,6 @@ import torch
 
 from kvsieve.hf.attach import attached, under
 from kvsieve.hf.prompt.constraints import PromptConstraints
-from kvsieve.models.families import build
 from kvsieve.plans import Plan
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.prefixes import ServerPrefixes
@@ -15,6 +14,7 @@ from kvsieve.serve.scheduler import Scheduler
 from kvsieve.store import PrefixStore
 from orders import ask, prompt
 from small import plan_of
+from tiny_models import build
 from toy_words import word_tokenizer
 
 CHUNK = 16

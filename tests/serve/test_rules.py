@@ -12,7 +12,6 @@ from kvsieve.decoding.sampling import processors_for
 from kvsieve.errors import UnsupportedOptionError
 from kvsieve.hf.attach import attached
 from kvsieve.hf.generate.config import FROM_HUB, REFUSED
-from kvsieve.models.families import build
 from kvsieve.plans import Plan
 from kvsieve.serve.allowed import AllowedPlans
 from kvsieve.serve.limits import ServerLimits
@@ -22,6 +21,7 @@ from kvsieve.serve.scheduler import Scheduler
 from kvsieve.serve.schema import CompletionRequest
 from kvsieve.serve.ticket import Summary
 from orders import Heard, prompt
+from tiny_models import build
 from toy_words import word_tokenizer
 
 IDS, CHUNK = prompt(5, 30), 24

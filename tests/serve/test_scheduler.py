@@ -13,7 +13,6 @@ from kvsieve.decoding.asked import Sampling
 from kvsieve.errors import InputError, PlanError
 from kvsieve.hf.attach import attached
 from kvsieve.hf.runtime import AttachedModel
-from kvsieve.models.families import build
 from kvsieve.plans import Plan
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.queue import FairQueue
@@ -21,6 +20,7 @@ from kvsieve.serve.scheduler import Scheduler
 from kvsieve.serve.ticket import BusyError, Order, Summary, Ticket, TooLargeError
 from orders import TIMEOUT, ask, prompt
 from small import plan_of
+from tiny_models import build
 from toy_words import word_tokenizer
 
 CHUNK = 24

@@ -14,7 +14,6 @@ from kvsieve.decoding import loop
 from kvsieve.decoding.asked import Sampling
 from kvsieve.hf.attach import attached
 from kvsieve.hf.rows import feed_rows
-from kvsieve.models.families import build
 from kvsieve.plans import Plan
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.plan_sieves import PlanSieves, plan_key
@@ -25,6 +24,7 @@ from kvsieve.serve.ticket import ClosingError, StoppedError, Summary
 from orders import ask, prompt
 from served_apps import listening
 from small import plan_of
+from tiny_models import build
 from toy_chats import chat_tokenizer
 from toy_words import word_tokenizer
 

@@ -7,11 +7,11 @@ import json
 import httpx
 import pytest
 
-from kvsieve.models.families import build
 from kvsieve.serve.keys import Keys
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.run import ServerOptions, application
 from served_apps import listening
+from tiny_models import build
 from toy_chats import chat_tokenizer
 
 HEADERS = {"Authorization": "Bearer key"}

@@ -12,10 +12,10 @@ from kvsieve import Plan
 from kvsieve import methods as m
 from kvsieve.hf import reuse
 from kvsieve.hf.reuse import StoredPrefixes
-from kvsieve.models.families import build
 from kvsieve.store import PrefixStore
 from kvsieve.store.rules import Request, reuse_of
 from small import fill, plan_of
+from tiny_models import build
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "suppress_tokens": [0], "max_new_tokens": 8}
 SNAPKV = m.SnapKV(budget=24, window=8, kernel=3)

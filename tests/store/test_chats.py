@@ -10,8 +10,8 @@ import torch
 import kvsieve
 from kvsieve.cli.main import run_cli
 from kvsieve.errors import InputError, KvsieveWarning
-from kvsieve.models.families import build
 from kvsieve.store import PrefixStore
+from tiny_models import build
 from toy_chats import chat_tokenizer
 
 PLAIN = {"suppress_tokens": [0, 1, 2], "max_new_tokens": 6, "chunk": 64}

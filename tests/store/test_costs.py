@@ -8,10 +8,10 @@ import torch
 import kvsieve
 from kvsieve.hf import reuse
 from kvsieve.hf.reuse import StoredPrefixes
-from kvsieve.models.families import build
 from kvsieve.store import PrefixStore, held
 from kvsieve.store.forest import Forest
 from kvsieve.store.rules import Reuse
+from tiny_models import build
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ import torch
 import kvsieve
 from kvsieve.errors import CacheFileError, CacheStateError, InputError
 from kvsieve.hf.persist import cache_file
-from kvsieve.models.families import build
 from kvsieve.store import PrefixStore
 from kvsieve.store.radix import RadixTree, common
+from tiny_models import build
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 2}
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve.models.families import build
 from kvsieve.registry import method_info
 from kvsieve.store import PrefixStore
 from kvsieve.store.rules import tells_answers_apart
 from small import plan_of
+from tiny_models import build
 
 GREEDY = {
     "do_sample": False,

@@ -16,9 +16,9 @@ from torch import Tensor
 
 import kvsieve
 from kvsieve.hf.compat import CACHE
-from kvsieve.models.families import build
 from paths import PATHS, Ask, answer, chat_reply, serving, streamed, words
 from small import fill
+from tiny_models import build
 
 PAD = "w5"
 KINDS = ("left padding", "holes", "lengths", "ended early")

@@ -10,10 +10,10 @@ import torch
 
 import kvsieve
 from kvsieve.hf.decode import engine as engines
-from kvsieve.models.families import build
 from kvsieve.named import plan_without_floor
 from kvsieve.profiles import Fingerprint, Profile
 from layers import golden
+from tiny_models import build
 
 # What makes methods reduce prompts as short as these.
 SMALL = {

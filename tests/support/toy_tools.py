@@ -10,7 +10,7 @@ import tokenizers
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from kvsieve.models.families import build
+from tiny_models import build
 
 # Asks for a tool, and says what comes of it; one word each may follow another, so none is written twice.
 CALL = ["Let_me_see.", "<tool_call>", '{"name":"add",', '"arguments":', '{"a":2,"b":3}', "}", "</tool_call>", "[EOS]"]

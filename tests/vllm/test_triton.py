@@ -70,7 +70,7 @@ def interpreted_kernel(in_torch, monkeypatch):
     import vllm.triton_utils
     from vllm.v1.attention.backends import triton_attn
 
-    from kvsieve.kernels.interpreter import interpreted
+    from interpreted import interpreted
 
     with interpreted():
         monkeypatch.setattr(vllm.triton_utils, "triton", triton)

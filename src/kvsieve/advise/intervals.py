@@ -23,7 +23,7 @@ def prediction_interval(
 
     Groups have equal weight. Losses of a group are taken as log-normal, with their own centre and spread, estimated
     from few samples: means of other documents are drawn with this uncertainty, and the interval is between their
-    quantiles. `benchmarks/advise_replay.py` measures its coverage.
+    quantiles. `benchmarks/answers/advise_replay.py` measures its coverage.
 
     Args:
         groups: losses by task, of documents not used to choose the plan.

@@ -8,11 +8,9 @@ import hashlib
 import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +21,7 @@ from kvsieve.attention.causal import kernel_attention, why_not_kernel
 from kvsieve.attention.chunk import chunk_attention
 from kvsieve.attention.request import AttentionRequest, DenseEntries, Foreseen
 from kvsieve.devices import AVX512_BF16, cpu_kind
+from kvsieve.folders import write_whole
 from kvsieve.kernels.cpu.build import processor
 from kvsieve.kernels.cpu.cores import asked_threads
 from kvsieve.kernels.cpu.folder import kernel_folders
@@ -74,7 +73,7 @@ def faster_here(query: Tensor) -> bool:
 
     In bfloat16 they are the C kernel's where there is one for the processor (`attention.causal`). Torch's round logits
     to bfloat16, as transformers' eager attention does; the model's output is as near to float32 as with the fused
-    kernel (benchmarks/attention.py).
+    kernel.
     """
     return _asked(query) and cpu_paths(query.dtype).prompt_products
 
@@ -129,7 +128,7 @@ def _paths(dtype: torch.dtype, threads: int) -> CpuPaths:
     kept = {name: value for name, value in asdict(chosen).items() if name != "source"}
     for path in paths:
         with contextlib.suppress(OSError):
-            _write(path, {"facts": facts, "paths": kept})
+            write_whole(path, json.dumps({"facts": facts, "paths": kept}, indent=1) + "\n")
             break
     return chosen
 
@@ -137,8 +136,8 @@ def _paths(dtype: torch.dtype, threads: int) -> CpuPaths:
 def table(kind: str, dtype: torch.dtype) -> CpuPaths:
     """Return the known paths of a kind of processor: products where the fused kernel lacks its bfloat16 instructions.
 
-    Measured on AVX-512 BF16, and in float32 with AVX-512 and AVX2 (benchmarks/cpu_kinds.py). AMX and ARM have not been
-    measured, and start from torch's own kernel.
+    Measured on AVX-512 BF16, and in float32 with AVX-512 and AVX2 (benchmarks/speed/cpu_kinds.py). AMX and ARM have not
+    been measured, and start from torch's own kernel.
     """
     products = kind == AVX512_BF16 and dtype == torch.bfloat16
     return CpuPaths(products, LONG if products else None)
@@ -201,10 +200,3 @@ def _ratios(products: Callable[[], object], fused: Callable[[], object]) -> list
             spent.append(time.perf_counter() - began)
         found.append(spent[0] / spent[1])
     return found[1:]
-
-
-def _write(path: Path, found: dict[str, object]) -> None:
-    """Write whole or not at all, beside other processes that do so."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        file.write(json.dumps(found, indent=1) + "\n")
-    os.replace(file.name, path)

@@ -20,7 +20,7 @@ def chunk_attention(request: AttentionRequest[DenseEntries, None]) -> Tensor:
 
     Sinks get their part by the log-sum-exp. The earlier N - L entries are seen by every query, the last L causally; the
     two are merged by their log-sum-exp. Under a mask the kernel would also compute hidden pairs
-    (benchmarks/cpu_kinds.py has the times).
+    (benchmarks/speed/cpu_kinds.py has the times).
     """
     asked, keys, values = request.asked, request.stored.keys, request.stored.values
     query, scale = asked.query, asked.scale

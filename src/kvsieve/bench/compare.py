@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,15 +54,15 @@ def run_length(
     limits: Limits | None = None,
     filler: int = 0,
     tell: Tell = lambda text: None,
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
     """Measure all contenders on the same prompts: a warm-up round in which work is counted, then `rounds` that count.
 
     rows: prompts of one row each, which are measured as one left-padded batch too, filled with the token `filler`; or
     a single prompt, of any number of rows.
-    limits: None leaves limits and counted work out. tell: called with progress.
+    limits: None leaves limits and counted work out. tell: progress callback.
 
-    Returns, JSON-ready, `prompt_tokens` per row, `samples` per contender and round, the counted `work`, and the
-    `summary` of both.
+    Yields after each round, JSON-ready, `prompt_tokens` per row, `samples` per contender and round so far, the counted
+    `work`, and the `summary` of both.
     """
     batch = left_padded(rows, filler)
     counted: dict[str, dict[str, Any]] = {}
@@ -79,12 +79,12 @@ def run_length(
         for each in (*contenders[first:], *contenders[:first]):
             samples[each.name].append(measure(each, batch, rows, new_tokens))
         tell(f"round {turn + 1} of {rounds}")
-    return {
-        "prompt_tokens": [row.ids.shape[1] for row in rows],
-        "samples": samples,
-        "work": counted,
-        "summary": summarise(samples, new_tokens, counted, limits),
-    }
+        yield {
+            "prompt_tokens": [row.ids.shape[1] for row in rows],
+            "samples": samples,
+            "work": counted,
+            "summary": summarise(samples, new_tokens, counted, limits),
+        }
 
 
 def _counted(contender: Contender, prompt: TokensPrompt, new_tokens: int, model: Any, limits: Limits) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def summarise(
 
 
 def limit(entry: dict[str, Any], limits: Limits) -> None:
-    """Compute the limits in the entry of a length anew, for rates that turned out larger."""
+    """Compute the limits in the entry of a length again, for rates that turned out larger."""
     for name, row in entry["summary"].items():
         main = _main(entry["samples"][name][0])
         if main is not None:
@@ -148,7 +148,7 @@ def _ratios(mine: list[dict[str, Any]], reference: list[dict[str, Any]]) -> dict
 
 
 def metrics(sample: dict[str, Any], new_tokens: int) -> dict[str, float | None]:
-    """Numbers of one round of one contender, by METRICS, ALONE and GAINS; without what was not measured."""
+    """Numbers of one round of one contender, by METRICS, ALONE and GAINS; missing measurements left out."""
     out: dict[str, float | None] = {}
     alone = sample["alone"]
     run = _main(sample)

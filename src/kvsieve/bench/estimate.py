@@ -22,8 +22,8 @@ class Estimate:
         kv_bytes: keys and values stored, as they are encoded, and recurrent states.
         state_bytes: the recurrent states alone, which do not grow.
         weight_bytes: of all parameters.
-        matmul_flops: of linear layers, to read the prompt.
-        attention_flops: of attention and recurrences, to read the prompt.
+        matmul_flops: of linear layers, in the prefill.
+        attention_flops: of attention and recurrences, in the prefill.
         decode_bytes: read to generate one token per row.
     """
 
@@ -41,7 +41,7 @@ class Estimate:
         return self.matmul_flops + self.attention_flops
 
     def prefill_seconds(self, matmul_tflops: float, attention_tflops: float) -> float:
-        """Seconds to read the prompt at these achieved rates (10^12 FLOP/s)."""
+        """Seconds of the prefill at these achieved rates (10^12 FLOP/s)."""
         return (self.matmul_flops / matmul_tflops + self.attention_flops / attention_tflops) / 1e12
 
     def decode_seconds(self, bandwidth: float) -> float:
@@ -50,7 +50,7 @@ class Estimate:
 
 
 def estimate(geometry: Geometry, plan: Plan, tokens: int, *, batch: int = 1, element_bytes: int = 2) -> Estimate:
-    """Predict what `plan` costs on a prompt of `tokens` per row.
+    """Predict the cost of `plan` on a prompt of `tokens` per row.
 
     element_bytes: bytes of one weight and of one key or value element.
 

@@ -28,7 +28,7 @@ class LoadTest:
         new_tokens: of each answer.
         start: where the first prompt begins in the text; None for anywhere, since a server may know the beginning from
             an earlier run.
-        again: ask a client's prompts once more, to measure what the server remembers of them. Default True.
+        again: ask a client's prompts once more, to measure the server's prefix cache. Default True.
     """
 
     def __init__(
@@ -91,15 +91,17 @@ def load_test(
     rounds: int,
     tell: Callable[[str], None],
     warm: int | None = None,
-) -> dict[str, Any]:
-    """Measure a server at each length and number of clients, after one request that does not count; JSON-ready.
+) -> Iterator[dict[str, Any]]:
+    """Measure a server at each length and number of clients, after one request that does not count.
+
+    Yields the measurements so far, by length, JSON-ready, after each.
 
     Args:
         test: clients of the server.
         lengths: tokens per prompt.
         clients: numbers of clients.
         rounds: requests per client.
-        tell: called with what is measured next.
+        tell: progress callback.
         warm: tokens of the request that does not count; None for those of the length measured.
     """
     found: dict[str, Any] = {}
@@ -109,7 +111,7 @@ def load_test(
         for count in clients:
             tell(f"{length} tokens, {count} client{'s' if count > 1 else ''}")
             found[str(length)].append(test.run(length, count, rounds))
-    return found
+            yield found
 
 
 def _summary(found: Sequence[Completed]) -> dict[str, Any]:

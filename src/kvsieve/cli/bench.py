@@ -95,7 +95,7 @@ def bench_command(
     server: ServerOption = None,
     clients: Annotated[str, option(SERVER, "Concurrent requests to --server: a number or a list")] = "1,8",
     extra: ExtraOption = None,
-    out: Annotated[Path | None, option(OUTPUT, "JSON report, written after every length (default: none)")] = None,
+    out: Annotated[Path | None, option(OUTPUT, "JSON report, written after every round (default: none)")] = None,
     plots: Annotated[Path | None, option(OUTPUT, "Directory for plots; needs matplotlib (default: none)")] = None,
     show: Annotated[
         Path | None, option(OUTPUT, "Saved report to print and plot, without measuring (default: none)")
@@ -188,13 +188,13 @@ def run_bench(
     settings: dict[str, Any],
     out: Path | None,
 ) -> dict[str, Any]:
-    """Return the JSON-ready report; it is written to `out` after every length."""
+    """Return the JSON-ready report; it is written to `out` after every round."""
     from kvsieve.bench import compare, prompts
     from kvsieve.bench.contenders import BASELINE, KvsieveMethod, Transformers
     from kvsieve.bench.roofline import measure_rates
     from kvsieve.hf.model.support import check_model
     from kvsieve.models.fetch import MODEL_NAME
-    from kvsieve.report.environment import environment, write_result
+    from kvsieve.report.environment import environment
 
     contenders: list[Contender] = [Transformers(model, settings["chunk"])]
     for label, run in runs.items():
@@ -218,27 +218,35 @@ def run_bench(
         "limits_unknown": unknown,
         "lengths": {},
     }
-    text = prompts.text_ids(tokenizer)
     for length in lengths:
-        report["lengths"][str(length)] = compare.run_length(
+        for entry in compare.run_length(
             contenders,
-            prompts.make_rows(text, length, settings["batch"]),
+            prompts.make_rows(prompts.text_ids(tokenizer), length, settings["batch"]),
             settings["new_tokens"],
             settings["rounds"],
             model=model,
             limits=limits,
             filler=tokenizer.pad_token_id or 0,
             tell=lambda part, length=length: say(f"{length} tokens: {part}"),  # type: ignore[misc]
-        )
+        ):
+            report["lengths"][str(length)] = entry
+            _keep(report, out)
         if limits is not None:
             # A shared machine may have been slower before than after.
             limits = replace(limits, rates=limits.rates.best(measure_rates(model)))
             report["rates"] = limits.rates.to_dict()
             for entry in report["lengths"].values():
                 compare.limit(entry, limits)
-        if out is not None:
-            write_result(out, report)
+        _keep(report, out)
     return report
+
+
+def _keep(report: dict[str, Any], out: Path | None) -> None:
+    """Write a report, if there is a file for it."""
+    from kvsieve.report.environment import write_result
+
+    if out is not None:
+        write_result(out, report)
 
 
 def _peers(peer: Peer, presses: list[tuple[str, Any, dict[str, Any]]]) -> list[PeerMethod]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 
 # Options of the questions, not of how a model runs.
 _OF_SAMPLES = (
+    "grid_file",
     "tasks",
     "task",
     "score",
@@ -68,11 +70,43 @@ _OF_SAMPLES = (
     "data",
     "scbench_mode",
 )
+# Options that a file may set.
+_IN_FILE: tuple[str, ...] = ("tasks", "lengths", "samples", "question", "seed", "haystack", "scbench_mode")
+_IN_FILE += ("methods", "budgets", "codec", "rest", "prefill", "cost_samples")
+
+
+def _take_file(context: typer.Context, file: Path | None) -> Path | None:
+    """Let a file set options that the command line does not. Raises InputError."""
+    if file is None:
+        return None
+    try:
+        given = tomllib.loads(Path(os.path.expanduser(file)).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"--grid '{file}' cannot be read: {error}; expected TOML such as methods = [\"snapkv\"]"
+        ) from error
+    unknown = sorted(given.keys() - set(_IN_FILE))
+    if unknown:
+        raise InputError(f"--grid '{file}' sets {', '.join(unknown)}; it may set {', '.join(_IN_FILE)}")
+    context.default_map = {
+        name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in given.items()
+    }
+    return file
 
 
 def eval_command(
     context: typer.Context,
     model: ModelArgument = None,
+    grid_file: Annotated[
+        Path | None,
+        option(
+            TASKS,
+            "TOML file that sets tasks, lengths, methods and so on; other options go before it (default: none)",
+            "--grid",
+            callback=_take_file,
+            is_eager=True,
+        ),
+    ] = None,
     tasks: Annotated[str, option(TASKS, "Task names, ruler or all (`kvsieve tasks`)")] = "needle,ruler,kv",
     task: Annotated[
         Path | None, option(TASKS, "Your own task: .jsonl rows of context, question and answer(s) (default: none)")

@@ -1,19 +1,17 @@
-"""`kvsieve models`: methods by architecture, found by examining a tiny model of each."""
+"""`kvsieve models`: methods by architecture, found by tests/support/model_table.py on a tiny model of each."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import re
-import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvsieve.cli.options import OUTPUT, option
-from kvsieve.cli.output import JsonOption, emit_json, one_line, print_table, show
+from kvsieve.cli.output import JsonOption, emit_json, print_table, show
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.report.tables import markdown_table
 
@@ -22,9 +20,8 @@ if TYPE_CHECKING:
 
 SUPPORTED, EVICTION_ONLY, REFUSED, NOT_BUILT = "supported", "eviction only", "refused", "not in this transformers"
 
-LATENT = "latent attention: all heads keep the same entries, and plans that read sparsely are refused"
-# Output of `kvsieve models --json`; `make docs` renews it.
-_TABLE = Path(__file__).with_name("models.json")
+# `make docs` renews it.
+TABLE = Path(__file__).with_name("models.json")
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class Row:
     """Row of the table: a family, and the methods that run on it.
 
     Attributes:
-        family: its name in `kvsieve.models.families`.
+        family: the transformers `model_type`, or `model_type:variant`.
         title: well-known models.
         status: "supported", "eviction only", "refused" or "not in this transformers".
         eviction: True if methods such as `snapkv` run.
@@ -57,18 +54,19 @@ def models_command(
     markdown: Annotated[bool, option(OUTPUT, "Tables of docs/models.md", "--markdown")] = False,
 ) -> None:
     """List the supported architectures, and why others are not."""
-    version = metadata.version("transformers")
-    rows = None if markdown else shipped_rows(version)
-    rows = list(_with_progress()) if rows is None else rows
+    installed = metadata.version("transformers")
+    found_with, rows = shipped_rows(installed)
     if as_json:
-        emit_json({"transformers": version, "models": [asdict(row) for row in rows]})
+        emit_json({"transformers": found_with, "models": [asdict(row) for row in rows]})
         return
     if markdown:
-        print(models_markdown(rows, version))
+        print(models_markdown(rows, found_with))
         return
     headers = ["family", "models", "eviction", "propagation", "layers", "reason"]
     print_table(headers, [_cells(row) for row in rows], left=len(headers))
-    show(_summary(rows, version))
+    show(_summary(rows, found_with))
+    if installed != found_with:
+        show(f"transformers {installed} is installed: `kvsieve doctor MODEL` examines a model under it")
 
 
 def models_markdown(rows: list[Row], version: str) -> str:
@@ -92,58 +90,37 @@ def _short_kinds(row: Row) -> str:
     return ", ".join(dict.fromkeys(short))
 
 
-def shipped_rows(version: str) -> list[Row] | None:
-    """Return the rows found with this version of transformers, without importing it; None for other versions.
+def shipped_rows(version: str) -> tuple[str, list[Row]]:
+    """Return the release of transformers that the table was found with, and its rows for another one, `version`."""
+    shipped = json.loads(TABLE.read_text(encoding="utf-8"))
+    rows = []
+    for values in shipped["models"]:
+        needs = why_not_in(version, values.pop("since", ""), values.pop("broken", ""))
+        row = Row(**{**values, "layer_kinds": tuple(values["layer_kinds"])})
+        rows.append(row if needs is None else not_built(row.family, row.title, needs))
+    return shipped["transformers"], rows
 
-    Also None if this process has imported transformers, and may have changed it.
+
+def why_not_in(version: str, since: str, broken: str) -> str | None:
+    """Return why a release of transformers, such as "5.23.0", cannot run a family; None when it can.
+
+    Args:
+        version: the release.
+        since: the release that brought the family, such as "5.19"; "" where every supported one has it.
+        broken: a release whose own code for it fails, such as "5.24.0"; "" where none is known.
     """
-    if "transformers" in sys.modules:
-        return None
-    shipped = json.loads(_TABLE.read_text(encoding="utf-8"))
-    if shipped["transformers"] != version:
-        return None
-    return [Row(**{**row, "layer_kinds": tuple(row["layer_kinds"])}) for row in shipped["models"]]
+    if version == broken:
+        return f"transformers {version} cannot run it itself"
+    return f"needs {since} or later" if since and _numbers(version) < _numbers(since) else None
 
 
-def _with_progress() -> Iterator[Row]:
-    """Examine every family, which takes about half a minute."""
-    from rich.console import Console
-    from rich.progress import track
-    from transformers.utils import logging
-
-    from kvsieve.models.families import FAMILIES
-
-    logging.set_verbosity_error()
-    console = Console(stderr=True)
-    families = track(
-        FAMILIES, "building a tiny model of each", console=console, transient=True, disable=not console.is_terminal
-    )
-    for family in families:
-        yield _examine(family)
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
-def _examine(family: Any) -> Row:
-    import kvsieve
-    from kvsieve.hf.kinds import describe_kinds
-    from kvsieve.hf.model.support import why_unsupported
-    from kvsieve.models.families import build
-
-    model, reason = None, family.why_not_in(metadata.version("transformers"))
-    try:
-        model = None if reason else build(family.name)
-    except Exception as error:  # a config that this version of transformers does not know fails in many ways
-        reason = one_line(str(error).strip().partition("\n")[0] or type(error).__name__)
-    if model is None:
-        return Row(family.name, family.title, NOT_BUILT, False, False, "", (), f"{NOT_BUILT}: {reason}")
-    no_eviction = why_unsupported(model, kvsieve.plan("snapkv"))
-    no_propagation = why_unsupported(model, kvsieve.plan("fastkv", tsp_layer=1))
-    status = REFUSED if no_eviction else EVICTION_ONLY if no_propagation else SUPPORTED
-    kinds = kinds_of(model)
-    latent = no_eviction is None and any(kind.entries == "latent" for kind in kinds)
-    reason = "; ".join(part for part in (no_eviction or no_propagation, LATENT if latent else None) if part)
-    held = describe_kinds(kinds) if kinds else ""
-    words = tuple(kind.words for kind in kinds)
-    return Row(family.name, family.title, status, no_eviction is None, no_propagation is None, held, words, reason)
+def not_built(family: str, title: str, reason: str) -> Row:
+    """Return the row of a family that the installed transformers does not have."""
+    return Row(family, title, NOT_BUILT, False, False, "", (), f"{NOT_BUILT}: {reason}")
 
 
 def kinds_of(model: Any) -> tuple[LayerKind, ...]:

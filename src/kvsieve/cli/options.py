@@ -51,9 +51,9 @@ def memory(value: object) -> int:
 
 
 def options_given(context: typer.Context) -> set[str]:
-    """Return the given parameters of a command, by their names in Python."""
+    """Return the parameters that were given, on the command line or in a file, by their names in Python."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
-    explicit = ("COMMANDLINE", "ENVIRONMENT")
+    explicit = ("COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP")
     return {name for name, source in sources.items() if source is not None and source.name in explicit}
 
 

@@ -17,6 +17,7 @@ from kvsieve.cli.options import SERVER, option, options_given
 from kvsieve.cli.output import NARROW, WIDE, check_writable, emit_json, print_table, progress_bar, say, show
 from kvsieve.client import parse_extra
 from kvsieve.errors import InputError
+from kvsieve.folders import write_whole
 
 if TYPE_CHECKING:
     from kvsieve.client import ServerClient
@@ -84,7 +85,7 @@ class Load:
 
 
 def bench_server(server: str, model: str | None, extra: str | None, load: Load, out: Path | None) -> dict[str, Any]:
-    """Measure a server and write the JSON-ready report to `out`."""
+    """Measure a server; return the JSON-ready report, written to `out` after every number of clients."""
     check_least(2, new_tokens=load.new_tokens)
     check_least(1, rounds=load.rounds)
     check_writable("--out", out)
@@ -105,11 +106,13 @@ def bench_server(server: str, model: str | None, extra: str | None, load: Load, 
         "new_tokens": load.new_tokens,
         "rounds": load.rounds,
         "start": test.start,
-        "lengths": load_test(test, load.lengths, counts, load.rounds, say),
+        "lengths": {},
         "notes": test.notes,
     }
-    if out is not None:
-        _save(report, out)
+    for found in load_test(test, load.lengths, counts, load.rounds, say):
+        report["lengths"] = found
+        if out is not None:
+            _save(report, out)
     return report
 
 
@@ -197,7 +200,7 @@ def print_scores(report: dict[str, Any], out: Path, as_json: bool) -> None:
 def _save(report: dict[str, Any], out: Path) -> None:
     """Write a report as JSON. Raises InputError."""
     try:
-        Path(os.path.expanduser(out)).write_text(json.dumps(report, indent=1) + "\n")
+        write_whole(os.path.expanduser(out), json.dumps(report, indent=1) + "\n")
     except OSError as error:
         raise InputError(f"--out {str(out)!r} cannot be written: {error.strerror}") from error
 

@@ -1,6 +1,6 @@
 """Means with their 95% intervals and tests, for few samples, equal outcomes and samples that share a document.
 
-`benchmarks/coverage.py` measures how often the intervals hold and how often a verdict is false.
+`benchmarks/answers/coverage.py` measures how often the intervals hold and how often a verdict is false.
 """
 
 from __future__ import annotations

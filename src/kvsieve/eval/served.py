@@ -16,6 +16,7 @@ from kvsieve.eval.aggregate import score_interval
 from kvsieve.eval.grid import Grid, Unit
 from kvsieve.eval.rows import Row, document, groups
 from kvsieve.eval.texts import other_text
+from kvsieve.folders import write_whole
 from kvsieve.tasks.prompter import Prompter
 from kvsieve.tasks.public import recorded
 from kvsieve.tasks.samples import Sample
@@ -72,7 +73,7 @@ def score_server(
             prompts = [_prompts(prompter, sample) for sample in samples]
             rows.extend(pool.map(partial(_row, client), some, samples, prompts))
             report["means"] = means(rows)
-            _write(file, report)
+            write_whole(file, json.dumps(report, ensure_ascii=True, indent=1) + "\n")
     if progress is not None:
         progress(len(units), len(units), "done")
     return report
@@ -137,10 +138,3 @@ def _known(file: Path, run: Mapping[str, Any], resume: bool) -> list[dict[str, A
                 f"{file} is of {name} {before.get(name)!r}, this run is of {run.get(name)!r}; name another --out"
             )
     return rows
-
-
-def _write(file: Path, report: Mapping[str, Any]) -> None:
-    """Write at once or not at all."""
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(report, ensure_ascii=True, indent=1) + "\n")
-    part.replace(file)

@@ -14,10 +14,11 @@ from kvsieve.eval.packed import contents, how_to_mend, packed, packed_name
 from kvsieve.eval.results import FORMAT, read_run
 from kvsieve.eval.rows import COST_FIELDS, SAMPLE_FIELDS, SAMPLE_KEY, Row, finite, sealed, unsealed
 from kvsieve.eval.texts import other_text, texts_of
+from kvsieve.folders import UNFINISHED, write_whole
 from kvsieve.report.environment import UNRECORDED, environment, weights_digest
 
 COST_KEY = ("length", "label", "budget", "repeat")
-_LOCK, _DRAFT = ".lock", "run.json.part"
+_LOCK = ".lock"
 _FIXED = ("model", "dtype", "seed", "haystack")
 
 
@@ -77,7 +78,7 @@ class ResultsWriter:
                     f"'{self.folder}' holds results already; add --resume to continue or extend them, or give another "
                     "--out"
                 )
-        elif self.folder.exists() and {each.name for each in self.folder.iterdir()} - {_LOCK, _DRAFT}:
+        elif self.folder.exists() and any(not _is_left(each.name) for each in self.folder.iterdir()):
             raise InputError(f"'{self.folder}' is not empty and holds no results; give an empty or new --out")
 
     def _merged(self, known: list[Row], new: list[Row]) -> list[Row]:
@@ -115,12 +116,9 @@ class ResultsWriter:
     def save(self, seconds: float) -> None:
         """Write run.json; seconds: wall time of this invocation so far."""
         self.run["seconds"] = round(self._before + seconds, 1)
-        draft = self.folder / _DRAFT
         text = json.dumps(self.run, indent=1) + "\n"
         with _named_errors(self.folder / "run.json"):
-            _write(draft, text.encode(), os.O_TRUNC)
-            os.replace(draft, self.folder / "run.json")
-            _sync(self.folder)
+            write_whole(self.folder / "run.json", text)
 
     def pack(self) -> None:
         """Compress the rows of a run that is finished."""
@@ -187,7 +185,7 @@ class _Lines:
         size = self.file.stat().st_size if self.file.exists() else None
         with _named_errors(self.file):
             try:
-                _write(self.file, b"".join(lines), os.O_APPEND)
+                _append(self.file, b"".join(lines))
                 if size is None:
                     _sync(self.file.parent)
             except OSError:
@@ -207,18 +205,20 @@ class _Lines:
             return
         lines = dict.fromkeys(line for _, data in contents(self.file) for line in data.split(b"\n") if line)
         name = packed_name(self.file)
-        draft = name.with_name(f"{name.name}.part")
         with _named_errors(name):
-            _write(draft, packed(b"".join(line + b"\n" for line in lines)), os.O_TRUNC)
-            os.replace(draft, name)
-            _sync(self.file.parent)
+            write_whole(name, packed(b"".join(line + b"\n" for line in lines)))
             os.unlink(self.file)
             _sync(self.file.parent)
 
 
-def _write(file: Path, data: bytes, how: int) -> None:
-    """Write all of `data` and wait until it is on the disk."""
-    out = os.open(file, os.O_WRONLY | os.O_CREAT | how, 0o666)
+def _is_left(name: str) -> bool:
+    """Tell that a run that was killed before it had results may have left a file of this name."""
+    return name == _LOCK or (name.startswith(".run.json.") and name.endswith(UNFINISHED))
+
+
+def _append(file: Path, data: bytes) -> None:
+    """Append all of `data` and wait until it is on the disk."""
+    out = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     try:
         rest = memoryview(data)
         while rest:

@@ -37,7 +37,7 @@ _FUNCTIONS = {
     "pooled": "window",
     "window_mass": "window",
 }
-# Set by kernels.interpreter, for tests.
+# Set in tests, which run kernels under Triton's interpreter.
 _interpreted = False
 
 

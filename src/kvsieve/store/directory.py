@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from kvsieve.errors import CacheFileError, InputError, MissingFileError
+from kvsieve.folders import UNFINISHED
 from kvsieve.hf.persist.cache_file import opened
 from kvsieve.hf.persist.saved import checked_tensors, understood, write_cache
 from kvsieve.store.held import Held, Whole, mapped
@@ -47,7 +48,7 @@ class Directory:
             raise InputError(
                 f"cannot use {os.fspath(path)!r} as the directory of a store: {reason}; name one that can be written to"
             ) from error
-        for left in self.path.glob(".*.kvsieve-tmp"):
+        for left in self.path.glob(f".*{UNFINISHED}"):
             with contextlib.suppress(OSError):
                 left.unlink()
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvsieve.errors import CacheFileError, InputError
+from kvsieve.folders import replacing
 from kvsieve.store.directory import Directory
 from kvsieve.store.held import Held
 from kvsieve.store.node import Node
@@ -19,19 +20,19 @@ def export(path: str | os.PathLike[str], nodes: Sequence[tuple[Node, Held]]) -> 
     target = Path(path)
     if target.exists():
         raise InputError(f"{os.fspath(path)!r} is there already; name another file")
-    unfinished = target.with_name(f".{target.name}.kvsieve-tmp")
     try:
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder, tarfile.open(unfinished, "x") as tar:
+        with (
+            tempfile.TemporaryDirectory(dir=target.parent) as folder,
+            replacing(target) as out,
+            tarfile.open(fileobj=out, mode="w") as tar,
+        ):
             directory = Directory(folder, read_only=True)
             for node, held in nodes:
                 file, _ = directory.write(node, held)
                 tar.add(file, file.name)
                 file.unlink()
-        os.replace(unfinished, target)
     except OSError as error:
         raise CacheFileError(f"{os.fspath(path)!r} cannot be written: {error.strerror or error}") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
     return len(nodes)
 
 

@@ -10,8 +10,8 @@ import torch
 import kvsieve
 from kvsieve.kernels.cpu import cores
 from kvsieve.kernels.cpu.cores import Meter, Use, asked_threads, read_use, threads_beside
-from kvsieve.models.families import build
 from small import plan_of
+from tiny_models import build
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Linear layers whose products of few tokens are computed in C, from the weights as they lie in memory.
 
-A product of one token is bound by reading the weight, which torch's own products do at a fraction of the memory's speed
-(benchmarks/products.py); those of many tokens stay torch's. On a processor without bfloat16, where torch emulates it,
-they are torch's products in float32 of copies of parts of the weight (benchmarks/cpu_kinds.py --dtype bfloat16).
+A product of one token is bound by reading the weight, which torch's own products do at a fraction of the memory's
+speed; those of many tokens stay torch's. On a processor without bfloat16, where torch emulates it,
+they are torch's products in float32 of copies of parts of the weight (benchmarks/speed/cpu_kinds.py --dtype bfloat16).
 """
 
 from __future__ import annotations

@@ -6,15 +6,14 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import stat
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
+from kvsieve import folders
 from kvsieve.errors import CacheFileError, InputError, MissingFileError, short
 from kvsieve.lazy import Tensor, torch
 from kvsieve.version import __version__
@@ -24,10 +23,6 @@ FORMAT = 6
 MARK = "kvsieve_cache"
 # What safetensors reads of a file's own header; ours is a part of it.
 _LONGEST = 100_000_000
-# Neither through links nor waiting for the other end of a pipe, where the system knows of these.
-_CAREFULLY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-# How long the part of a file's name is that the name of its unfinished successor has in it.
-_NAMED = 64
 DTYPES = {
     "torch.float64": "F64",
     "torch.float32": "F32",
@@ -166,7 +161,6 @@ def replacing(path: str | os.PathLike[str], force: bool = False) -> Iterator[Bin
     InputError, unless `force`, where another file than a saved cache is there.
     """
     target = Path(os.path.realpath(path))
-    temporary: Path | None = None
     try:
         mode = target.stat().st_mode if os.path.lexists(target) else stat.S_IFREG | 0o600
         if not stat.S_ISREG(mode):
@@ -176,66 +170,10 @@ def replacing(path: str | os.PathLike[str], force: bool = False) -> Iterator[Bin
                 f"{path} is there already and is no file that kvsieve saved: it is not replaced; choose another name, "
                 "delete it, or replace it by force (force=True, --force)"
             )
-        _clean(target)
-        temporary, file = _created(target)
-        with file:
+        with folders.replacing(target, 0o600) as file:
             yield file
-            file.flush()
             if mode & 0o600 != 0o600:
-                os.chmod(temporary, mode & 0o600)
-            os.fsync(file.fileno())
-            if os.name == "nt":  # which renames no open file, and has no locks to lose by closing it
-                file.close()
-            os.replace(temporary, target)
-    except BaseException as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            reason = error.strerror or error
-            raise CacheFileError(f"{path} cannot be written: {reason}; what was there before is untouched") from error
-        raise
-    with contextlib.suppress(OSError):
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-def _created(target: Path) -> tuple[Path, BinaryIO]:
-    """A new file beside `target`, held for as long as it is open."""
-    while True:
-        name = target.with_name(f".{target.name[:_NAMED]}.{uuid.uuid4().hex[:12]}.kvsieve-tmp")
-        file = open(name, "xb", opener=lambda path, flags: os.open(path, flags, 0o600))  # noqa: SIM115
-        # Between these two calls somebody may have taken it for a dead process's, and deleted it.
-        if _held(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:
-            return name, file
-        file.close()
-
-
-def _clean(target: Path) -> None:
-    """Delete what processes that were killed have left of their `target`; the living hold theirs."""
-    left = re.compile(re.escape(f".{target.name[:_NAMED]}.") + r"[0-9a-f]{12}\.kvsieve-tmp")
-    for name in os.listdir(target.parent):
-        if left.fullmatch(name):
-            with contextlib.suppress(OSError):
-                handle = os.open(target.parent / name, os.O_RDONLY | _CAREFULLY)
-                try:
-                    if _held(handle):
-                        os.unlink(target.parent / name)
-                finally:
-                    os.close(handle)
-
-
-def _held(handle: int) -> bool | None:
-    """Hold an open file; False where another process does, None where the system has no such locks."""
-    try:
-        import fcntl
-
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except (ImportError, OSError):
-        return None
-    return True
+                os.chmod(file.name, mode & 0o600)
+    except OSError as error:
+        reason = error.strerror or error
+        raise CacheFileError(f"{path} cannot be written: {reason}; what was there before is untouched") from error
