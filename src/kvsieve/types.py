@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class AttentionQueries:
     """Queries of a layer, and how the model makes attention weights of their products with keys.
 

@@ -77,7 +77,7 @@ class Latents:
     valid: Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class LatentQueries(AttentionQueries):
     """Queries that a layer with latent attention brings.
 
