@@ -13,12 +13,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 import torch
 
+import kvsieve
 import surroundings
 import tiny_models
 from kvsieve import budget
 
 # Until every branch imports them by their own name.
-sys.modules["tiny_models"] = tiny_models
+sys.modules[f"{kvsieve.__name__}.models.families"] = tiny_models
 
 surroundings.settle()
 # Prompts of tests are short, and shares of them are to evict; tests/test_floor.py goes by the floor that users have.
