@@ -9,8 +9,10 @@ import torch
 
 from codecs_of_tests import Whole
 from kvsieve.cache import DenseStore, PackedStore, RaggedStore, group_rows, keep
+from kvsieve.cache.parts import store_parts
+from kvsieve.core.page_recipe import page_table, value_mean
 from kvsieve.core.selection import pack_ragged
-from kvsieve.errors import UnsupportedOptionError
+from kvsieve.errors import CacheStateError, UnsupportedOptionError
 from kvsieve.methods import KIVI
 from kvsieve.types import Selection
 
@@ -47,8 +49,10 @@ class Told:
         vars(other).update(vars(self), store=store, rows=[[list(head) for head in row] for row in self.rows])
         return other
 
-    def append(self, new: int, valid: torch.Tensor | None = None, *, ends_prompt: bool = False) -> None:
-        """Append tokens; valid: bool [B, new]."""
+    def append(
+        self, new: int, valid: torch.Tensor | None = None, *, ends_prompt: bool = False, settles: bool = True
+    ) -> None:
+        """Append tokens; valid: bool [B, new]. settles: encode what has left the newest ones."""
         batch, columns = len(self.rows), range(self.fed, self.fed + new)
         number = torch.tensor(
             [
@@ -64,8 +68,16 @@ class Told:
                     if valid is None or valid[row, at]:
                         self.rows[row][head].append((column, int(number[row, head, at])))
         self.fed += new
-        if isinstance(self.store, PackedStore):
+        if settles and isinstance(self.store, PackedStore):
             self.store.settle(ends_prompt=ends_prompt)
+
+    def take_back(self, counts: list[int]) -> None:
+        """Take back the last `counts` tokens of each row."""
+        self.store.drop_last(counts)
+        for count, row in zip(counts, self.rows, strict=True):
+            for head in row:
+                head[:] = [entry for entry in head if entry[0] < self.fed - count]
+        self.fed -= min(counts)
 
     def mask(self, stays) -> torch.Tensor:
         """Keep-mask bool [B, H, size] of the store; stays: tells by row, head and place among the real entries."""
@@ -313,3 +325,93 @@ def test_a_view_and_what_is_stored_after_it(kind, padded):
     entries = [old + new for row, after in zip(chosen, later, strict=True) for old, new in zip(row, after, strict=True)]
     read_kv_rows(told.store, view, entries, 0.4 if kind == "kivi" else 0.0)
     told.check()
+
+
+def same(ours, theirs) -> bool:
+    """Tell that nested parts of two stores are equal; no mask is one under which all is real."""
+    if ours is None or theirs is None:
+        return ours is theirs or bool((theirs if ours is None else ours).all())
+    if isinstance(ours, torch.Tensor):
+        if ours.dtype == torch.bool and ours.shape[-1] == theirs.shape[-1]:
+            # Masks may be those of each head, or of all.
+            ours, theirs = torch.broadcast_tensors(ours, theirs)
+        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(same(part, theirs[name]) for name, part in ours.items())
+    if isinstance(ours, list):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    return ours == theirs
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["", "shared"])
+@pytest.mark.parametrize("seed", range(10))
+def test_tokens_taken_back_leave_no_trace(kind, seed, shares):
+    """Tokens stored and taken back equal tokens never stored; where rows keep more than others, padding is left."""
+    draw = random.Random(seed)
+    length, first = draw.randint(14, 60), draw.choice([0, 0, 5])
+    tried = Told(kind, length, padding(first, 0, length=length) if first else None, ends_prompt=seed % 2 == 0)
+    for _ in range(draw.randint(0, 9)):
+        tried.append(1)
+    never, snapshot = tried.copy(tried.store.clone()), None
+    for _ in range(3):
+        new = draw.randint(1, 20)
+        counts = [draw.randint(0, new) for _ in range(BATCH)] if draw.random() < 0.7 else [new] * BATCH
+        padded = counts == [new] * BATCH and draw.random() < 0.5
+        tried.append(new, padding(draw.randint(1, new), 0, length=new) if padded else None, settles=False)
+        if shares:
+            # What others hold of these very buffers stays.
+            snapshot = tried.copy(tried.store.share())
+        tried.take_back(counts)
+        stays = [new - count for count in counts]
+        if max(stays):
+            valid = torch.arange(max(stays)) < torch.tensor(stays)[:, None]
+            never.append(max(stays), None if bool(valid.all()) else valid, settles=False)
+        assert same(store_parts(tried.store), store_parts(never.store))
+        tried.check(rounds=5)
+        for each in (tried, never):
+            for _ in range(2):
+                each.append(1)
+        assert same(store_parts(tried.store), store_parts(never.store))
+        tried.check(rounds=5)
+        if snapshot is not None:
+            snapshot.check(rounds=5)
+
+
+@pytest.mark.parametrize("means", [False, True], ids=["bounds", "means"])
+def test_metadata_of_readers_forgets_what_is_taken_back(kind, means):
+    told = Told(kind, 41)
+    grouped = group_rows(told.store, None, [None] * BATCH)
+
+    def known(groups):
+        found = []
+        for group in groups.groups:
+            kv_rows = groups.kv_rows(told.store, group)
+            table, mean = page_table(group.state, 8, means), value_mean(group.state)
+            table.update(kv_rows)
+            found += [table.bounds().clone(), mean.update(kv_rows, torch.float32)]
+        return found
+
+    known(grouped)
+    told.append(13, settles=False)
+    known(grouped)
+    told.take_back([9, 9])
+    assert grouped.drop_last(told.store)
+    told.append(2, settles=False)
+    for ours, theirs in zip(known(grouped), known(group_rows(told.store, None, [None] * BATCH)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    told.take_back([6, 6])
+    assert grouped.drop_last(told.store)
+    if kind not in CODECS and kind != "ragged":
+        told.take_back([1, 1])
+        assert not grouped.drop_last(told.store)
+
+
+def test_tokens_that_the_plan_acted_on_are_not_taken_back(kind):
+    told = Told(kind, 50)
+    told.append(6, settles=False)
+    told.drop(lambda row, head, place: place % 3)
+    told.append(2, settles=False)
+    assert told.store.droppable == 2
+    with pytest.raises(CacheStateError, match="3 tokens are to be taken back, and only 2 were stored since"):
+        told.store.drop_last([3, 0])
+    told.check(rounds=2)

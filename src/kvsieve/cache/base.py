@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
+import torch
 from torch import Tensor
 
 from kvsieve.core.kv_rows import SlotRows
+from kvsieve.errors import CacheStateError
 
 MIN_ROOM = 64
 
@@ -35,6 +37,18 @@ class View:
         return View(slots, real, self.end)  # type: ignore[arg-type]
 
 
+class Derived(Protocol):
+    """Metadata computed from a store's entries."""
+
+    def all_tensors(self) -> Iterator[Tensor]:
+        """Every tensor held."""
+        ...
+
+    def drop_last(self, store: Any) -> bool:
+        """Forget the entries that `store` has just taken back, as many in each row; False where all must be redone."""
+        ...
+
+
 class Store:
     """Buffers of one layer's entries, of which the first `size` slots are in use.
 
@@ -44,18 +58,20 @@ class Store:
         size: slots in use.
         lengths: real entries of each row, of its fullest head.
         valid_buffer: tells real entries from padding and filler; None while every entry is real.
-        derived: metadata that others have computed from the entries, objects whose ``all_tensors()`` gives their
-            tensors; emptied whenever entries change other than by appending.
+        derived: metadata that others have computed from the entries (`Derived`); emptied whenever entries change other
+            than by appending or taking back what was appended.
+        shared: slots that a copy on the same buffers may still hold; never written to.
     """
 
     is_ragged = False
+    is_encoded = False
 
     def __init__(self) -> None:
         self.size = 0
         self.lengths: tuple[int, ...] = ()
         self.valid_buffer: Tensor | None = None
-        self.derived: dict[str, Any] = {}
-        self._shared = False
+        self.derived: dict[str, Derived] = {}
+        self.shared = 0
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self._index: Tensor | None = None
@@ -93,7 +109,7 @@ class Store:
     @property
     def has_room(self) -> bool:
         """True where these buffers have room for a token."""
-        return self.size + self.stride <= self.capacity
+        return self.shared <= self.size <= self.capacity - self.stride
 
     @property
     def value_buffer(self) -> Tensor:
@@ -153,17 +169,49 @@ class Store:
         self.size += self.stride
         self.lengths = tuple(length + 1 for length in self.lengths)
 
+    @property
+    def droppable(self) -> int:
+        """Newest tokens that `drop_last` can take back: those stored since entries were last dropped or encoded."""
+        raise NotImplementedError
+
+    def drop_last(self, counts: Sequence[int]) -> None:
+        """Take back the newest tokens of each row, as if they had never been stored.
+
+        A row that takes back more tokens than another has padding in the slots that the other one keeps.
+
+        Args:
+            counts: tokens of each row, padding among them counted.
+
+        Raises:
+            CacheStateError: more than `droppable`.
+        """
+        least, most = min(counts), max(counts)
+        if most > self.droppable:
+            raise CacheStateError(
+                f"{most} tokens are to be taken back, and only {self.droppable} were stored since entries were last "
+                "dropped or encoded: take tokens back before the plan acts on what is stored"
+            )
+        if most:
+            dropped = self._take_back(counts, least, most)
+            self.lengths = tuple(length - count for length, count in zip(self.lengths, dropped, strict=True))
+            kept = self.derived.items() if least == most else ()
+            self.derived = {name: part for name, part in kept if part.drop_last(self)}
+
+    def _take_back(self, counts: Sequence[int], least: int, most: int) -> tuple[int, ...]:
+        """Take back `counts` tokens, of `least` to `most`; return how many of each row were real."""
+        raise NotImplementedError
+
     def reorder(self, rows: Tensor) -> None:
         """Make row i a copy of row ``rows[i]`` (int64 [B']): beam search, repetition and row selection."""
         self._apply(lambda buffer: buffer.index_select(0, rows.to(buffer.device)))
-        self._shared = False
+        self.shared = 0
         self.derived = {}
         if len(set(self.lengths)) > 1 or len(self.lengths) != len(rows):
             self.lengths = tuple(self.lengths[row] for row in rows.tolist())
 
     def share(self) -> Self:
         """Copy on the same buffers, valid while only one of the two appends; what either drops, the other keeps."""
-        self._shared = True
+        self.shared = max(self.shared, self.size)
         copied = copy.copy(self)
         copied.derived = {}
         return copied
@@ -174,7 +222,7 @@ class Store:
         copied.derived = {}
         if not self.is_empty:
             copied._apply(Tensor.clone)
-        copied._shared = False
+        copied.shared = 0
         return copied
 
     def nbytes(self) -> int:
@@ -200,6 +248,12 @@ class Store:
         self._keys, self._values, self._index = (change(buffer) for buffer in self.buffers())
         if self.valid_buffer is not None:
             self.valid_buffer = change(self.valid_buffer)
+
+
+def last_tokens(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Tell which of the newest tokens are the last `counts` ones of each row: bool [B, most]."""
+    most = max(counts)
+    return (torch.arange(most) >= most - torch.tensor(counts)[:, None]).to(device)
 
 
 def window_room(span: int) -> int:

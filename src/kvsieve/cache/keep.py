@@ -38,7 +38,8 @@ def decoded(store: PackedStore) -> DenseStore:
     """Return a store of the same slots in which nothing is encoded."""
     out, valid = DenseStore(), store.valid
     out._keys, out._values, out._index = store.keys, store.values, store.index
-    out.size, out.lengths = store.size, store.lengths
+    out.size = out.kept = store.size
+    out.lengths = store.lengths
     out.valid_buffer = None if valid is None else valid.clone()
     return out
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -33,6 +33,8 @@ class PackedStore(PackedParts):
     evictors and later turns. A new token is read by
     `attention.packed_attention`, which decodes block by block.
     """
+
+    is_encoded = True
 
     @classmethod
     def build(cls, store: DenseStore | RaggedStore, codec: Codec, *, ends_prompt: bool = False) -> PackedStore:
@@ -102,6 +104,15 @@ class PackedStore(PackedParts):
         self.due = 0
         self.lengths = tuple(self.totals().view(self.batch, self.heads).amax(1).tolist())
         self.derived = {}
+
+    @property
+    def droppable(self) -> int:
+        return self.exact.droppable
+
+    def _take_back(self, counts: Sequence[int], least: int, most: int) -> tuple[int, ...]:
+        before, self.due = self.exact.lengths, 0
+        self.exact.drop_last(counts)
+        return tuple(then - now for then, now in zip(before, self.exact.lengths, strict=True))
 
     def slot_rows(self) -> tuple[SlotRows, SlotRows]:
         return EncodedRows(self, "keys"), EncodedRows(self, "values")

@@ -49,10 +49,7 @@ class PackedParts(Store):
 
     @size.setter
     def size(self, value: int) -> None:
-        """Leave out the newest entries, which are exact."""
-        if value:
-            self.exact.size -= self.size - value
-            self.due = 0
+        """Nothing to do: parts count their own."""
 
     @property
     def is_empty(self) -> bool:

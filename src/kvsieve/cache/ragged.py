@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from kvsieve.cache.base import MIN_ROOM, Store, grown
+from kvsieve.cache.base import MIN_ROOM, Store, grown, last_tokens
 from kvsieve.cache.store import DenseStore
 from kvsieve.core.selection import slots_of
 from kvsieve.types import Selection
@@ -137,7 +137,8 @@ class RaggedStore(Store):
         """Copy with the same number of slots for every head, filler on the left."""
         out = DenseStore()
         out._keys, out._values, out._index, out.valid_buffer = self.keys, self.values, self.index, self.valid
-        out.size, out.lengths = out._keys.shape[2], self.lengths
+        out.size = out.kept = out._keys.shape[2]
+        out.lengths = self.lengths
         return out
 
     def append(
@@ -155,7 +156,7 @@ class RaggedStore(Store):
         if keys.shape[1] != heads:
             keys, values = (part.repeat_interleave(heads // part.shape[1], 1) for part in (keys, values))
         end = self.size + new * heads
-        if end > self.capacity:
+        if end > self.capacity or self.size < self.shared:
             self._resize(whole(end + (reserve or max(MIN_ROOM, end // heads // 8)) * heads))
         # Token by token, the heads of each side by side.
         slots, buffers = slice(self.size, end), self.buffers()
@@ -190,7 +191,7 @@ class RaggedStore(Store):
         yield from (self._counts, self._own)
 
     def make_room(self, tokens: int) -> None:
-        if self.size + tokens * self.heads > self.capacity:
+        if self.size + tokens * self.heads > self.capacity or self.size < self.shared:
             self._resize(whole(self.size + tokens * self.heads))
 
     def prepare_slots(self, token_index: int) -> None:
@@ -223,6 +224,27 @@ class RaggedStore(Store):
         bias[:, :, : self.size].masked_fill_(visible, 0)
         self.valid_buffer, self._totals = bias, None
         self.lengths = tuple(visible.sum(-1).amax(-1).tolist())
+
+    @property
+    def droppable(self) -> int:
+        return (self.size - self._body) // self.heads
+
+    def _take_back(self, counts: Sequence[int], least: int, most: int) -> tuple[int, ...]:
+        heads, bias = self.heads, self._bias()
+        start = self.size - most * heads
+        if start < self.shared:
+            bias = bias.clone()
+        goes = last_tokens(counts, bias.device)
+        # The first head's slots tell which tokens are real.
+        dropped = tuple(((bias[:, 0, start : self.size : heads] == 0) & goes).sum(-1).tolist())
+        slots = goes.repeat_interleave(heads, 1)[:, None]
+        bias[:, :, start : self.size].masked_fill_(slots, torch.finfo(bias.dtype).min)
+        self.valid_buffer = bias
+        self.size -= least * heads
+        newest = bias[:, 0, self.size - heads]
+        self.hides_newest = self.droppable > 0 and bool((newest != 0).any())
+        self._add(tuple(-count for count in dropped))
+        return dropped
 
     def _add(self, counts: tuple[int, ...]) -> None:
         """Count so many new tokens of each row."""
@@ -262,7 +284,7 @@ class RaggedStore(Store):
     def _resize(self, capacity: int) -> None:
         bias = grown(self._bias(), 2, self.size, capacity)
         self._keys, self._values, self._index = (grown(part, 1, self.size, capacity) for part in self.buffers())
-        self.valid_buffer, self._shared = bias, False
+        self.valid_buffer, self.shared = bias, 0
 
     def _apply(self, change: Callable[[Tensor], Tensor]) -> None:
         super()._apply(change)

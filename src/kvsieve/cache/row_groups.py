@@ -13,7 +13,7 @@ from kvsieve.cache.base import View, tensors_in
 from kvsieve.cache.keep import LayerStore
 from kvsieve.cache.packed import PackedStore
 from kvsieve.cache.ragged import RaggedStore
-from kvsieve.core.kv_rows import DeviceLength, IncrementalMetadata, KVRows
+from kvsieve.core.kv_rows import DeviceLength, IncrementalMetadata, KVRows, TruncatableMetadata
 
 
 @dataclass
@@ -84,6 +84,19 @@ class RowGroups:
     def most(self, store: LayerStore, group: Group) -> int:
         """Entries that a group's KV rows can have in the present buffers."""
         return group.size + (store.capacity - self.stored) // self.stride
+
+    def drop_last(self, store: LayerStore) -> bool:
+        """Forget the entries that the store has taken back; False where the KV rows must be grouped again."""
+        if store.size < self.stored:
+            return False
+        for group in self.groups:
+            size = self.entries(store, group)
+            group.known = min(group.known, size)
+            for part in group.state.values():
+                if not isinstance(part, TruncatableMetadata):
+                    return False
+                part.keep_first(size)
+        return True
 
     def kv_rows(self, store: LayerStore, group: Group, length: DeviceLength | None = None) -> KVRows:
         """KV rows of a group now; with their length on the device, as many entries as there are slots for."""

@@ -158,7 +158,7 @@ def _replace(store: PackedParts, slots: Tensor, real: Tensor | None, room: int, 
     """
     old, kept, codec = store.exact, slots.shape[2], store.codec
     fits = codec is not None and kept < old.capacity <= store.most_exact(codec) + codec.block
-    reuse = reuse and fits and not old._shared
+    reuse = reuse and fits and not old.shared
     capacity = old.capacity if reuse else kept + room
     fresh = old if reuse else DenseStore()
 
@@ -169,7 +169,8 @@ def _replace(store: PackedParts, slots: Tensor, real: Tensor | None, room: int, 
 
     parts = zip((old.keys, old.values, old.index), old.buffers(), strict=True)
     fresh._keys, fresh._values, fresh._index = (gathered(*each) for each in parts)
-    fresh.size, fresh.lengths = kept, (kept,) * len(slots)
+    fresh.size = fresh.kept = kept
+    fresh.lengths = (kept,) * len(slots)
     if real is not None and (fresh.valid_buffer is not None or not bool(real.all())):
         shape = (*slots.shape[:2], capacity)
         if fresh.valid_buffer is None or fresh.valid_buffer.shape != shape:

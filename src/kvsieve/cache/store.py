@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvsieve.cache.base import MIN_ROOM, Store, grown
+from kvsieve.cache.base import MIN_ROOM, Store, grown, last_tokens
 from kvsieve.core.selection import entries_at
 from kvsieve.types import Selection
 
@@ -24,7 +24,12 @@ class DenseStore(Store):
         index: int32 [B, H, size], token index of each entry in its row as fed (padding counted), -1 for filler.
         valid: bool [B, H or 1, size] once anything stored is padding or filler, else None.
         lengths: real entries of each row, the same for all its heads.
+        kept: slots in use after the last change other than appending and taking back.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = 0
 
     @property
     def heads(self) -> int:
@@ -82,7 +87,7 @@ class DenseStore(Store):
             keys, values = (part.repeat_interleave(self.heads // heads, 1) for part in (keys, values))
         buffers = self.buffers()
         end = self.size + new
-        if end > buffers[0].shape[2]:
+        if end > buffers[0].shape[2] or self.size < self.shared:
             self._resize(end + (reserve or max(MIN_ROOM, end // 8)))
             buffers = self.buffers()
         if valid is not None:
@@ -100,7 +105,7 @@ class DenseStore(Store):
         self.size = end
 
     def make_room(self, tokens: int) -> None:
-        if self.size + tokens > self.capacity:
+        if self.size + tokens > self.capacity or self.size < self.shared:
             self._resize(self.size + tokens)
 
     def prepare_slots(self, token_index: int) -> None:
@@ -133,7 +138,7 @@ class DenseStore(Store):
         capacity = self.buffers()[0].shape[2]
         # Eviction while decoding drops few entries at a time: then the buffers serve on.
         fits = kept + reserve <= capacity <= (kept + reserve) * 5 // 4
-        in_place = reuse and fits and copies == 1 and not self._shared
+        in_place = reuse and fits and copies == 1 and not self.shared
 
         def gather(buffer: Tensor) -> Tensor:
             source = buffer[:, :, : self.size]
@@ -144,9 +149,8 @@ class DenseStore(Store):
             return to
 
         self._keys, self._values, self._index = (gather(buffer) for buffer in self.buffers())
-        self._shared = False
-        self.derived = {}
-        self.size = kept
+        self.shared, self.derived = 0, {}
+        self.size = self.kept = kept
         capacity = self._keys.shape[2]
         real = selection.real()
         if real is None:
@@ -174,14 +178,35 @@ class DenseStore(Store):
         if self.valid_buffer is None:
             self.lengths = tuple(length - count for length in self.lengths)
         self._apply(tail)
-        self._shared = False
-        self.derived = {}
-        self.size = kept
+        self.shared, self.derived = 0, {}
+        self.size = self.kept = kept
         if self.valid_buffer is not None:
             valid = self.valid_buffer[:, :, :kept]
             self.lengths = tuple(valid.sum(-1).amax(-1).tolist())
             if bool(valid.all()):
                 self.valid_buffer = None
+
+    @property
+    def droppable(self) -> int:
+        return self.size - self.kept
+
+    def _take_back(self, counts: Sequence[int], least: int, most: int) -> tuple[int, ...]:
+        start, end = self.size - most, self.size - least
+        valid, dropped = self.valid_buffer, tuple(counts)
+        goes = last_tokens(counts, self.buffers()[0].device) if least < most else None
+        if valid is not None:
+            real = valid[:, 0, start : self.size]
+            dropped = tuple((real if goes is None else real & goes).sum(-1).tolist())
+        if goes is not None:
+            if valid is None:
+                valid = torch.ones(len(goes), 1, self.capacity, dtype=torch.bool, device=goes.device)
+            elif start < self.shared:
+                valid = valid.clone()
+            valid[:, :, start:end].masked_fill_(goes[:, None, : end - start], False)
+        elif valid is not None and sum(dropped) < most * len(counts) and bool(valid[:, :, :end].all()):
+            valid = None
+        self.valid_buffer, self.size = valid, end
+        return dropped
 
     def remask(self, mask: Tensor) -> None:
         """Apply a changed attention mask to the stored entries; mask: bool [B, tokens fed]."""
@@ -223,7 +248,9 @@ class DenseStore(Store):
             if out.valid_buffer is not None:
                 out.valid_buffer[to, :, left] = True if store.valid is None else store.valid
             row = to.stop
-        out.size, out.lengths = size, tuple(length for store in stores for length in store.lengths)
+        out.size = size
+        out.kept = size - min(store.droppable for store in stores)
+        out.lengths = tuple(length for store in stores for length in store.lengths)
         return out
 
     def _allocate(self, keys: Tensor, values: Tensor, capacity: int) -> None:
@@ -234,4 +261,4 @@ class DenseStore(Store):
 
     def _resize(self, capacity: int) -> None:
         self._apply(lambda buffer: grown(buffer, 2, self.size, capacity))
-        self._shared = False
+        self.shared = 0

@@ -93,6 +93,15 @@ class IncrementalMetadata(Protocol):
         ...
 
 
+@runtime_checkable
+class TruncatableMetadata(Protocol):
+    """Metadata that can forget the newest entries; other metadata is computed again when tokens are taken back."""
+
+    def keep_first(self, entries: int) -> None:
+        """Forget all but the first `entries` entries; `size` may become less, and later entries are taken in again."""
+        ...
+
+
 class SlotRows(Protocol):
     """Rows of a buffer by slot: a tensor, or an object that decodes such rows."""
 

@@ -72,6 +72,11 @@ class ValueMean:
     def count_in(self) -> None:
         self.size += 1
 
+    def keep_first(self, entries: int) -> None:
+        """Forget all but the first `entries` entries; they are added up again."""
+        if entries < self.size:
+            self.size = 0
+
     def make_room(self, entries: int) -> None:
         pass
 

@@ -121,6 +121,11 @@ class PageTable:
         """Return the number of entries if the length is on the device, else None."""
         return None if kv_rows.length is None else kv_rows.length.count
 
+    def keep_first(self, entries: int) -> None:
+        """Forget all but the first `entries` entries; a page that then is no longer full is taken in again."""
+        if entries < self.size:
+            self.size = entries // self.page * self.page
+
     def make_room(self, entries: int) -> None:
         needed = self._pages(entries)
         if self._table is not None and needed > self._table.shape[-1]:

@@ -49,6 +49,5 @@ def _without_last(layer: SieveLayer, tokens: int) -> SieveLayer:
         return layer
     before = copy.copy(layer)
     before.store = layer.store.share()
-    before.store.size -= tokens * before.store.stride
-    before.store.lengths = tuple(length - tokens for length in before.store.lengths)
+    before.store.drop_last([tokens] * len(before.store.lengths))
     return before

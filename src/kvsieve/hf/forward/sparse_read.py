@@ -140,5 +140,8 @@ class _Known:
         self.key, self.view, self.grouped = key, view, grouped
         self.reading: Reading | None = None
 
+    def drop_last(self, store: LayerStore) -> bool:
+        return self.grouped.drop_last(store)
+
     def all_tensors(self) -> Iterator[Tensor]:
         return self.grouped.all_tensors()
