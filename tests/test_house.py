@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import kvsieve
 from kvsieve.roles.base import _CLASSES
 from source_tree import PLUGIN, SOURCE, imports, modules
 
+MEMORIES = {"DenseStore", "RaggedStore", "PackedStore", "LatentStore", "LayerMemory", "BufferedMemory"}
+LAYERS = {"StoreLayer", "SieveLayer", "WindowLayer", "LatentLayer", "StateLayer", "EmptyLayer", "RecordedLayer"}
 # Where attention is computed, and chosen how.
 OF_ATTENTION = ("kvsieve.kernels", "kvsieve.core", "kvsieve.attention")
 # Questions whether something computes a request, or faster.
@@ -124,3 +127,33 @@ def test_one_function_writes_files_whole_or_not_at_all():
         "models/demo.py",
         "store/directory.py",
     ]
+
+
+def asked_kinds(known: set[str]) -> Iterator[str]:
+    """Modules that ask by isinstance whether something is of a kind known by these names, once for each question."""
+    for module, (_, tree) in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+                names = {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)}
+                if names & known:
+                    yield module
+
+
+def test_nobody_outside_the_cache_asks_what_kind_of_memory_it_has():
+    assert [module for module in asked_kinds(MEMORIES) if not module.startswith("kvsieve.cache")] == []
+
+
+def test_few_ask_what_kind_of_layer_of_the_cache_it_is():
+    assert len(list(asked_kinds(LAYERS))) <= 15
+
+
+def test_private_fields_of_memories_and_layers_are_their_own():
+    wrong = [
+        f"{module}:{node.lineno} {ast.unparse(node)}"
+        for module, (_, tree) in modules().items()
+        if module.startswith(("kvsieve.cache", "kvsieve.hf.cache"))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+        if ast.unparse(node.value) not in ("self", "cls", "super()")
+    ]
+    assert wrong == []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.cache.layer import WindowLayer
-from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.generate.stats import Stats
 
 
@@ -12,10 +10,10 @@ def read_bytes(stats: Stats, cache: SieveCache) -> int:
     """Return the mean bytes that a token of all rows reads: entries, sliding windows and recurrent states."""
     own = 0
     for layer in cache.all_layers:
-        if isinstance(layer, WindowLayer) and layer.keys is not None and layer.values is not None:
-            own += layer.keys.nbytes + layer.values.nbytes
-        if isinstance(layer, StateLayer):
-            own += sum(state.nbytes for state in layer.state_tensors())
+        memory = layer.memory
+        if layer.window is not None and memory is not None and not memory.is_empty:
+            own += memory.keys.nbytes + memory.values.nbytes
+        own += sum(state.nbytes for state in layer.state_tensors())
     read = stats.traffic
     return (
         own if read is None else own + cache.conversation.batch * (read.bytes + read.estimate_bytes + read.upkeep_bytes)

@@ -11,7 +11,7 @@ from attend import AttentionTerms, asking
 from kvsieve.attention import AttentionRequest, attend
 from kvsieve.attention.paged import CompiledReading, why_not_compiled
 from kvsieve.cache import DenseStore, group_rows, keep
-from kvsieve.cache.base import View
+from kvsieve.cache.contract import View
 from kvsieve.core.kv_rows import Choice
 from kvsieve.core.selection import pack_ragged
 from kvsieve.kernels.cpu import reading as native

@@ -14,7 +14,7 @@ import kvsieve
 from kvsieve.bench.estimate import check_priced, estimate, largest_batch
 from kvsieve.bench.geometry import geometry
 from kvsieve.bench.plain_geometry import plain_config, plain_geometry
-from kvsieve.cache.base import tensors_in
+from kvsieve.cache.tensors import tensors_in
 from kvsieve.cli.main import run_cli
 from kvsieve.errors import InputError, PlanError, UnsupportedModelError
 from kvsieve.hf.cache.layer import StoreLayer

@@ -9,7 +9,6 @@ import torch
 
 from codecs_of_tests import Whole
 from kvsieve.cache import DenseStore, PackedStore, RaggedStore, group_rows, keep
-from kvsieve.cache.parts import store_parts
 from kvsieve.core.page_recipe import page_table, value_mean
 from kvsieve.core.selection import pack_ragged
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
@@ -366,12 +365,12 @@ def test_tokens_taken_back_leave_no_trace(kind, seed, shares):
         if max(stays):
             valid = torch.arange(max(stays)) < torch.tensor(stays)[:, None]
             never.append(max(stays), None if bool(valid.all()) else valid, settles=False)
-        assert same(store_parts(tried.store), store_parts(never.store))
+        assert same(tried.store.parts(), never.store.parts())
         tried.check(rounds=5)
         for each in (tried, never):
             for _ in range(2):
                 each.append(1)
-        assert same(store_parts(tried.store), store_parts(never.store))
+        assert same(tried.store.parts(), never.store.parts())
         tried.check(rounds=5)
         if snapshot is not None:
             snapshot.check(rounds=5)

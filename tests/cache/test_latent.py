@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvsieve.cache import LatentStore, View, group_rows, keep
-from kvsieve.cache.parts import store_of, store_parts
+from kvsieve.cache.parts import from_parts
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.types import Selection
 
@@ -34,11 +34,11 @@ def test_values_are_the_first_channels_of_keys_and_cost_nothing():
 @pytest.mark.parametrize("how", ["clone", "share", "saved"])
 def test_copies_and_rows_stay_latents(how):
     store, entries = filled()
-    other = store_of(store_parts(store)) if how == "saved" else getattr(store, how)()
+    other = from_parts(store.parts()) if how == "saved" else getattr(store, how)()
     assert isinstance(other, LatentStore) and torch.equal(other.values, entries[..., :RANK])
     other.reorder(torch.tensor([1, 1, 0]))
     assert torch.equal(other.values, entries[[1, 1, 0], ..., :RANK]) and torch.equal(store.keys, entries)
-    assert isinstance(store_of(store_parts(LatentStore())), LatentStore)
+    assert isinstance(from_parts(LatentStore().parts()), LatentStore)
 
 
 def test_one_head_never_becomes_ragged():

@@ -20,7 +20,7 @@ def filled(length: int, reserve: int = 0, **options) -> DenseStore:
     columns = list(range(length))
     keys = coded(columns, **options)
     store.append(keys, -keys, torch.arange(length)[None], reserve=reserve)
-    for buffer in (store._keys, store._values):
+    for buffer in store.buffers()[:2]:
         buffer[:, :, length:] = float("nan")
     return store
 

@@ -587,7 +587,7 @@ def test_many_turns_with_forks_and_rollbacks(tokenizer, name):
         assert chat.cache.nbytes() == straight.cache.nbytes()
         gc.collect()
         # The chat's own state, and no other.
-        assert not [each for each in gone if each() is not None] and len(chat.cache._snapshots) == 1
+        assert not [each for each in gone if each() is not None] and len(chat.cache.snapshots) == 1
         with pytest.raises(InputError, match="make the chat with sieve.chat"):
             chat.retry()
         if name == "rocketkv-mt":

@@ -12,7 +12,7 @@ from transformers import logging
 
 import kvsieve
 from kvsieve.cache import DenseStore
-from kvsieve.cache.base import storage_bytes
+from kvsieve.cache.tensors import storage_bytes
 from kvsieve.errors import UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.kinds import layer_kinds

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve.cache.base import storage_bytes
+from kvsieve.cache.tensors import storage_bytes
 from kvsieve.core.kv_rows import ReadFacts
 from kvsieve.errors import PlanError
 from kvsieve.hf.compat import CACHE

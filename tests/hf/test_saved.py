@@ -19,10 +19,9 @@ import kvsieve
 from interrupts import Interrupts
 from kvsieve import folders
 from kvsieve.cache import RaggedStore
-from kvsieve.cache.parts import store_parts
 from kvsieve.errors import CacheFileError, CacheStateError, InputError
 from kvsieve.hf.compat import CACHE
-from kvsieve.hf.persist import cache_file, packing, saved
+from kvsieve.hf.persist import cache_file, saved
 from kvsieve.methods import SnapKV
 from kvsieve.plans import Plan
 from kvsieve.profiles import Fingerprint, Profile
@@ -102,8 +101,8 @@ def parts(value):
     if hasattr(value, "layers"):
         return parts(value.conversation), parts(value.layers)
     if hasattr(value, "store"):
-        of_store = {} if value.store.is_empty else parts(store_parts(value.store))
-        return of_store, parts({name: vars(value)[name] for name in packing.layer_fields(value)})
+        of_store = {} if value.store.is_empty else parts(value.store.parts())
+        return of_store, parts({name: vars(value)[name] for name in value.saved})
     if hasattr(value, "cumulative_length"):
         return value.cumulative_length, parts(value.keys), parts(value.values)
     return value

@@ -59,13 +59,13 @@ def near(one, other, rows=slice(None)):
 
 def hide(store, selection, reserve=0, reuse=False):
     """The same entries stay, the others are only hidden."""
-    shape = (*selection.indices.shape[:2], store._keys.shape[2])
+    shape = (*selection.indices.shape[:2], store.capacity)
     stays = torch.zeros(shape, dtype=torch.bool)
     real = selection.real()
     source = torch.ones_like(selection.indices, dtype=torch.bool)
     stays.scatter_(2, selection.indices, source if real is None else source & real[:, None])
     stays[:, :, store.size :] = True
-    store.valid_buffer = stays
+    store.columns = store.columns.including(valid=stays)
     store.lengths = selection.lengths or (selection.indices.shape[2],) * shape[0]
 
 

@@ -192,7 +192,7 @@ def test_a_snapshot_costs_nothing_and_ends_with_its_last_name(model, talk):
         assert [layer.store.keys.data_ptr() for layer in taken.layers] == held
         cache.rollback(taken)
         assert [layer.store.keys.data_ptr() for layer in cache.sieve_layers.values()] == held
-        assert len(cache._snapshots) == 1
+        assert len(cache.snapshots) == 1
         del taken
         gc.collect()
-        assert len(cache._snapshots) == 0
+        assert len(cache.snapshots) == 0

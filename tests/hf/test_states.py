@@ -11,7 +11,7 @@ from transformers import DynamicCache, logging
 from transformers.cache_utils import LinearAttentionLayer
 
 import kvsieve
-from kvsieve.cache.base import storage_bytes
+from kvsieve.cache.tensors import storage_bytes
 from kvsieve.errors import CacheFileError, CacheStateError, InputError, UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf import kinds
 from kvsieve.hf.cache.layer import StoreLayer

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from kvsieve import kernels
-from kvsieve.cache import DenseStore, LayerStore, RaggedStore, RowGroups
+from kvsieve.cache import LayerMemory, RowGroups
 from kvsieve.core.page_recipe import PageRecipe, page_table, value_mean
 from kvsieve.kernels.cpu import reading as native
 from kvsieve.types import AttentionQueries
 
 
-def why_not_compiled(query: Tensor, store: LayerStore, recipes: Sequence[PageRecipe | None]) -> str | None:
+def why_not_compiled(query: Tensor, store: LayerMemory, recipes: Sequence[PageRecipe | None]) -> str | None:
     """Reason why KV rows of a store are read by torch's operations; None where the compiled call reads them.
 
     Args:
@@ -22,7 +22,7 @@ def why_not_compiled(query: Tensor, store: LayerStore, recipes: Sequence[PageRec
         store: holds them.
         recipes: of each group of KV rows that is not read whole; None for a choice that is not described as data.
     """
-    if not isinstance(store, (DenseStore, RaggedStore)):
+    if store.is_encoded:
         return "entries are encoded"
     keys, values, _ = store.buffers()
     if kernels.why_not(query, keys, values) is None:
@@ -55,7 +55,7 @@ class CompiledReading:
     """
 
     def __init__(
-        self, store: LayerStore, grouped: RowGroups, recipes: Sequence[PageRecipe | None], query_heads: int
+        self, store: LayerMemory, grouped: RowGroups, recipes: Sequence[PageRecipe | None], query_heads: int
     ) -> None:
         keys = store.buffers()[0]
         self.grouped, self.recipes = grouped, tuple(recipes)
@@ -69,7 +69,7 @@ class CompiledReading:
         self._tables: list[tuple[int, int, bool] | None] = [None] * len(grouped.groups)
         self._fill()
 
-    def attend(self, asked: AttentionQueries, store: LayerStore) -> Tensor:
+    def attend(self, asked: AttentionQueries, store: LayerMemory) -> Tensor:
         """Attend with a token that is stored already: queries [B, Hq, 1, D] -> [B, Hq, 1, Dv]."""
         batch, query_heads = asked.query.shape[:2]
         self._follow(store)
@@ -98,7 +98,7 @@ class CompiledReading:
                 if recipe is not None:
                     row.page, row.channels, row.count = recipe.page, recipe.channels, recipe.count
 
-    def _follow(self, store: LayerStore) -> None:
+    def _follow(self, store: LayerMemory) -> None:
         """Update the addresses of keys and values if they have changed."""
         keys, values, _ = store.buffers()
         where = keys.data_ptr(), values.data_ptr(), store.capacity
@@ -112,7 +112,7 @@ class CompiledReading:
                     step = store.capacity * buffer.shape[-1] * buffer.element_size()
                     setattr(row_fields, name, buffer.data_ptr() + row * step)
 
-    def _take_in(self, at: int, recipe: PageRecipe, store: LayerStore) -> None:
+    def _take_in(self, at: int, recipe: PageRecipe, store: LayerMemory) -> None:
         """Bring the metadata of a group up to all but the newest entry, with room for it."""
         group = self.grouped.groups[at]
         size = self.grouped.entries(store, group)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvsieve.attention.paged import CompiledReading, why_not_compiled
 from kvsieve.attention.request import AttentionRequest, Executor
-from kvsieve.cache import LayerStore, RowGroups
+from kvsieve.cache import LayerMemory, RowGroups
 from kvsieve.core.kv_rows import Choice, DeviceLength, KVRows
 from kvsieve.types import AttentionQueries
 
@@ -37,7 +37,7 @@ class Reading:
     compiled: CompiledReading | None = None
     not_compiled: str | None = None
 
-    def compile(self, asked: AttentionQueries, store: LayerStore) -> str | None:
+    def compile(self, asked: AttentionQueries, store: LayerMemory) -> str | None:
         """Make `compiled`, or return why that cannot be."""
         groups, reader = self.grouped.groups, self.reader
         recipes = [
@@ -69,7 +69,7 @@ class ReadRows:
     """
 
     reading: Reading
-    store: LayerStore
+    store: LayerMemory
     lengths: Sequence[DeviceLength] | None = None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvsieve.bench.geometry import geometry
-from kvsieve.cache.base import MIN_ROOM
+from kvsieve.cache.contract import MIN_ROOM
 from kvsieve.devices import auto_dtype, default_device
 from kvsieve.hf.generate.peak_memory import resident
 from kvsieve.hf.model.context import context_of

@@ -10,7 +10,7 @@ from torch import nn
 
 from kvsieve.bench.geometry import Geometry, pairs
 from kvsieve.bench.spending import Spending
-from kvsieve.cache.base import storage_bytes, tensors_in
+from kvsieve.cache.tensors import storage_bytes, tensors_in
 from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.compat import DynamicLayer, LinearAttentionLayer, decoder_of, layers_of, take_cache
 

@@ -1,8 +1,8 @@
-"""Stores of keys and values. Pure torch; the adapters that transformers sees are in kvsieve.hf.cache."""
+"""Memories of keys and values. Pure torch; the adapters that transformers sees are in kvsieve.hf.cache."""
 
-from kvsieve.cache.base import Store, View
+from kvsieve.cache.contract import LayerMemory, View
 from kvsieve.cache.fixed import FixedEntries
-from kvsieve.cache.keep import LayerStore, keep, set_aside
+from kvsieve.cache.keep import encode, keep, set_aside
 from kvsieve.cache.latent import LatentStore
 from kvsieve.cache.packed import PackedStore
 from kvsieve.cache.ragged import RaggedStore
@@ -13,12 +13,12 @@ __all__ = [
     "DenseStore",
     "FixedEntries",
     "LatentStore",
-    "LayerStore",
+    "LayerMemory",
     "PackedStore",
     "RaggedStore",
     "RowGroups",
-    "Store",
     "View",
+    "encode",
     "group_rows",
     "keep",
     "set_aside",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
-from kvsieve.cache.pool import BlockPool, grown
+from kvsieve.cache.pool import BlockPool
+from kvsieve.cache.tensors import grown
 from kvsieve.core.codes import Codes
 
 if TYPE_CHECKING:
@@ -104,9 +105,10 @@ class Body:
             return first
         self.widen(index.shape[1])
         made = [part.widened(codes, self.tokens) for part, codes in zip((self.keys, self.values), made, strict=True)]
-        index = index if index.shape[1] == self.tokens else grown(index, self.tokens)
+        index = index if index.shape[1] == self.tokens else grown(index, 1, index.shape[1], self.tokens)
         if self.used > len(self.index):
-            self._grow(first, first + max(new, len(self.index) // 32))
+            capacity = first + max(new, len(self.index) // 32)
+            self.apply(lambda part: grown(part, 0, first, capacity))
         for part, fresh in ((self.keys, made[0]), (self.values, made[1])):
             assert part.codes is not None
             for to, new_part in zip(part.codes.tensors(), fresh.tensors(), strict=True):
@@ -121,17 +123,7 @@ class Body:
         self.widen(self.codec.block)
         most = self.used + len(self.table) * -(-tokens // self.codec.block)
         if most > len(self.index):
-            self._grow(self.used, most)
-
-    def _grow(self, used: int, capacity: int) -> None:
-        """Let the pool's buffers have `capacity` places, of which the first `used` stay what they are."""
-
-        def wider(part: Tensor) -> Tensor:
-            fresh = part.new_empty(capacity, *part.shape[1:])
-            fresh[:used] = part[:used]
-            return fresh
-
-        self._apply(wider)
+            self.apply(lambda part: grown(part, 0, self.used, most))
 
     def widen(self, tokens: int) -> None:
         """Let blocks have `tokens` places at least. What is encoded stays as it is."""
@@ -140,15 +132,17 @@ class Body:
         for part in (self.keys, self.values):
             assert part.codes is not None
             part.codes = part.widened(part.codes, tokens)
-        self.index = grown(self.index, tokens)
+        self.index = grown(self.index, 1, self.tokens, tokens)
         # Blocks that were full are not any more.
         self.is_full = False
 
-    def _apply(self, change: object) -> None:
+    def apply(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Change all buffers of the pool alike."""
         for part in (self.keys, self.values):
             assert part.codes is not None
-            part.codes = part.codes.apply(change)  # type: ignore[arg-type]
-        self.index = change(self.index)  # type: ignore[operator]
+            part.codes = part.codes.apply(change)
+        assert self.index is not None
+        self.index = change(self.index)
 
     def part(self, what: str) -> BlockPool:
         """Encoded "keys" or "values"."""
@@ -217,7 +211,7 @@ class Body:
         self.table, self.fills = self.table[rows], self.fills[rows]
         alive = torch.unique(self.table[self.fills > 0])
         if self.index is not None and len(alive) <= self.used // 2:
-            self._apply(lambda part: part[alive])
+            self.apply(lambda part: part[alive])
             self.table = torch.searchsorted(alive, self.table) * (self.fills > 0)
             self.used = len(alive)
         for part in (self.keys, self.values):
@@ -229,7 +223,7 @@ class Body:
         other = copy.copy(self)
         other.keys, other.values = copy.copy(self.keys), copy.copy(self.values)
         if not share and self.index is not None:
-            other._apply(Tensor.clone)
+            other.apply(Tensor.clone)
         return other
 
     def used_bytes(self) -> int:
@@ -238,6 +232,30 @@ class Body:
             return 0
         held = [part.codes for part in (self.keys, self.values) if part.codes is not None]
         return sum(tensor.nbytes for codes in held for tensor in codes.tensors()) * self.used // len(self.index)
+
+    def parts(self) -> dict[str, Any]:
+        """Return encoded entries as they are, of the pool the blocks that are in use."""
+        parts: dict[str, Any] = {"table": self.table, "fills": self.fills}
+        if self.index is None:
+            return parts
+        parts["index"] = self.index[: self.used]
+        for what in ("keys", "values"):
+            part = self.part(what)
+            assert part.codes is not None
+            codes = part.codes.apply(lambda buffer: buffer[: self.used])
+            parts[what] = {"mean": part.mean, "root": part.root, **vars(codes)}
+        return parts
+
+    def fill(self, parts: dict[str, Any]) -> None:
+        """Take up, without entries so far, what `parts` returned."""
+        if "index" in parts:
+            self.index, self.used = parts["index"], len(parts["index"])
+            for what in ("keys", "values"):
+                part, stored = self.part(what), dict(parts[what])
+                part.mean, part.root = stored.pop("mean"), stored.pop("root")
+                part.codes = Codes(**stored)
+        self.table, self.fills = parts["table"], parts["fills"]
+        self.note_counts()
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held."""

@@ -7,6 +7,7 @@ import copy
 from torch import Tensor
 
 from kvsieve.cache.body import Body
+from kvsieve.cache.contract import LayerMemory
 from kvsieve.cache.packed import PackedStore
 
 
@@ -25,28 +26,40 @@ class FixedEntries:
         self.store = copy.copy(store)
         self.store.exact = exact = copy.copy(store.exact)
         exact.size = exact.capacity
-        self.store.bodies = [_with_room(body) for body in store.bodies if body.width]
+        # An object of its own: the store gets another when it encodes, and a compiled pass would notice.
+        exact.columns = exact.columns.including()
+        self.store.bodies = [_with_room(body) for body in _bodies(store)]
         self.update(store)
 
-    def update(self, store: PackedStore) -> None:
+    @classmethod
+    def of(cls, store: LayerMemory) -> FixedEntries | None:
+        """Return the entries of a store; None where nothing is encoded, and its buffers can be read."""
+        return cls(store) if isinstance(store, PackedStore) else None
+
+    def update(self, store: LayerMemory) -> None:
         """Copy the lists of blocks of `store`, whose buffers are still the same."""
-        held = [body for body in store.bodies if body.width]
+        held = _bodies(store)
         self._copied = [body.table for body in held]
         for ours, body in zip(self.store.bodies, held, strict=True):
             for to, part in zip(_lists(ours), _lists(body), strict=True):
                 to[:, part.shape[1] :] = 0
                 to[:, : part.shape[1]] = part
 
-    def is_current(self, store: PackedStore) -> bool:
+    def is_current(self, store: LayerMemory) -> bool:
         """Tell that no entries were encoded since the lists were copied."""
-        held = [body.table for body in store.bodies if body.width]
+        held = [body.table for body in _bodies(store)]
         return len(held) == len(self._copied) and all(a is b for a, b in zip(held, self._copied, strict=True))
 
-    def fits(self, store: PackedStore) -> bool:
+    def fits(self, store: LayerMemory) -> bool:
         """Tell that there are places for all blocks of `store`."""
-        wide = [body.table.shape[1] for body in store.bodies if body.width]
+        wide = [body.table.shape[1] for body in _bodies(store)]
         ours = [body.table.shape[1] for body in self.store.bodies]
         return len(wide) == len(ours) and all(need <= have for need, have in zip(wide, ours, strict=True))
+
+
+def _bodies(store: LayerMemory) -> list[Body]:
+    """Return what is encoded of a store."""
+    return [body for body in store.bodies if body.width] if isinstance(store, PackedStore) else []
 
 
 def _with_room(body: Body) -> Body:

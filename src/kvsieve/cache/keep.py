@@ -1,9 +1,10 @@
-"""Reducing what a layer stores."""
+"""Reducing and encoding what a layer stores, where another kind of memory may take its place."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvsieve.cache.contract import LayerMemory, View
 from kvsieve.cache.latent import LatentStore
 from kvsieve.cache.packed import PackedStore
 from kvsieve.cache.ragged import RaggedStore
@@ -15,11 +16,8 @@ if TYPE_CHECKING:
 
     from kvsieve.roles import Codec
 
-# What a layer's entries lie in.
-LayerStore = DenseStore | RaggedStore | PackedStore
 
-
-def keep(store: LayerStore, selection: Selection, reserve: int = 0, *, reuse: bool = True) -> LayerStore:
+def keep(store: LayerMemory, selection: Selection, reserve: int = 0, *, reuse: bool = True) -> LayerMemory:
     """Reduce a store to a selection: the same store, or a ragged one where heads keep different numbers of entries."""
     if isinstance(store, LatentStore) and selection.head_lengths is not None:
         # There is one head, so none that differ.
@@ -34,18 +32,32 @@ def keep(store: LayerStore, selection: Selection, reserve: int = 0, *, reuse: bo
     return RaggedStore.build(store.keys, store.values, store.index, selection, reserve)
 
 
-def decoded(store: PackedStore) -> DenseStore:
-    """Return a store of the same slots in which nothing is encoded."""
-    out, valid = DenseStore(), store.valid
-    out._keys, out._values, out._index = store.keys, store.values, store.index
-    out.size = out.kept = store.size
-    out.lengths = store.lengths
-    out.valid_buffer = None if valid is None else valid.clone()
-    return out
+def encode(
+    store: LayerMemory, view: View | None, codec: Codec, *, ends_prompt: bool
+) -> tuple[LayerMemory, View | None]:
+    """Encode the entries that have left the newest ones, if they are enough.
+
+    Args:
+        store: what is stored.
+        view: what is read of it.
+        codec: of the plan.
+        ends_prompt: blocks need not be full.
+
+    Returns:
+        What is stored, and the view of that.
+    """
+    if isinstance(store, PackedStore):
+        store.settle(ends_prompt=ends_prompt)
+        return store, view
+    stored, least = max(store.lengths, default=0), codec.block // (2 if ends_prompt else 1)
+    if stored < codec.newest(stored) + least:
+        return store, view
+    view = None if view is None else PackedStore.numbered(view, store)
+    return PackedStore.build(store, codec, ends_prompt=ends_prompt), view
 
 
 def set_aside(
-    store: LayerStore,
+    store: LayerMemory,
     selection: Selection,
     rest: Codec,
     codec: Codec | None = None,
@@ -56,6 +68,6 @@ def set_aside(
 
     asked: as in `BlockPool.encode`.
     """
-    packed = store if isinstance(store, PackedStore) else PackedStore(codec, store.padded())
+    packed = store if isinstance(store, PackedStore) else PackedStore(codec, store)
     packed.set_aside(selection, rest, reserve, asked)
     return packed

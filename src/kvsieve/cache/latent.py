@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from kvsieve.cache.store import DenseStore
@@ -18,13 +20,10 @@ class LatentStore(DenseStore):
         values: [B, 1, size, R], the latents, a view of `keys`.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.rank = 0
+    rank = 0
 
     @property
     def values(self) -> Tensor:
-        """[B, 1, size, R], a view of the keys."""
         return self.keys[..., : self.rank]
 
     @property
@@ -54,3 +53,8 @@ class LatentStore(DenseStore):
                 "attention has one set of entries for all heads; leave per_query_head out"
             )
         super().keep(selection, reserve, reuse=reuse)
+
+    def parts(self) -> dict[str, Any]:
+        parts = super().parts()
+        parts.pop("values", None)
+        return {**parts, "rank": self.rank}

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Self
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
-from kvsieve.cache.base import View, storage_bytes
+from kvsieve.cache.body import Body
+from kvsieve.cache.contract import LayerMemory, View
 from kvsieve.cache.encoded_rows import EncodedRows
 from kvsieve.cache.packed_parts import PackedParts
-from kvsieve.cache.ragged import RaggedStore
 from kvsieve.cache.reduce import reduce, selected, set_aside
 from kvsieve.cache.settle import settle
 from kvsieve.cache.store import DenseStore
+from kvsieve.cache.tensors import storage_bytes
 from kvsieve.core.kv_rows import SlotRows
 from kvsieve.errors import UnsupportedOptionError
 from kvsieve.types import Selection
@@ -37,9 +38,9 @@ class PackedStore(PackedParts):
     is_encoded = True
 
     @classmethod
-    def build(cls, store: DenseStore | RaggedStore, codec: Codec, *, ends_prompt: bool = False) -> PackedStore:
+    def build(cls, store: LayerMemory, codec: Codec, *, ends_prompt: bool = False) -> PackedStore:
         """Encode what a store holds, which is used up; ends_prompt: as in `settle`."""
-        out = cls(codec, store.padded())
+        out = cls(codec, store)
         out.settle(ends_prompt=ends_prompt)
         return out
 
@@ -52,7 +53,7 @@ class PackedStore(PackedParts):
         counts: tuple[int, ...] | None = None,
         reserve: int = 0,
     ) -> None:
-        """Store new entries at the end, exact until `settle`; see DenseStore.append."""
+        """Store new entries at the end, exact until `settle`."""
         if valid is not None:
             self.derived = {}
         before = self.exact.lengths
@@ -80,7 +81,7 @@ class PackedStore(PackedParts):
         asked: as in `BlockPool.encode`.
         """
         if self.aside is None:
-            self.bodies.insert(0, self._body(codec))
+            self.bodies.insert(0, self.new_body(codec))
         set_aside(self, selection, reserve, asked)
         self._count_changed()
 
@@ -90,7 +91,6 @@ class PackedStore(PackedParts):
         self.lengths = tuple(self.totals().view(self.batch, self.heads).amax(1).tolist())
 
     def remask(self, mask: Tensor) -> None:
-        """Apply a changed attention mask to the stored entries; mask: bool [B, tokens fed]."""
         for body in self.bodies:
             if not body.width:
                 continue
@@ -101,9 +101,7 @@ class PackedStore(PackedParts):
                     "with a new cache"
                 )
         self.exact.remask(mask)
-        self.due = 0
-        self.lengths = tuple(self.totals().view(self.batch, self.heads).amax(1).tolist())
-        self.derived = {}
+        self._count_changed()
 
     @property
     def droppable(self) -> int:
@@ -121,7 +119,7 @@ class PackedStore(PackedParts):
         return self.numbered(View(slots, real, self.size), self)
 
     @staticmethod
-    def numbered(view: View, store: DenseStore | PackedStore) -> View:
+    def numbered(view: View, store: LayerMemory) -> View:
         """Turn a view of a store's slots, chosen just now, into one of numbers of real entries."""
         valid, number = store.valid, view.slots
         if valid is not None:
@@ -138,10 +136,9 @@ class PackedStore(PackedParts):
         left = self.most_exact(self.codec) - self.exact.size
         self.exact.make_room(min(tokens, max(left, self.codec.block)))
         self.bodies[-1].make_room(tokens)
-        if self.exact.valid_buffer is None and not self.bodies[-1].is_even:
+        if not self.bodies[-1].is_even:
             # KV rows that do not encode at the same time will have filler among the newest.
-            shape = self.batch, self.heads, self.exact.capacity
-            self.exact.valid_buffer = torch.ones(shape, dtype=torch.bool, device=self.device)
+            self.exact.columns = self.exact.columns.with_valid(self.heads)
 
     @property
     def next_slot(self) -> int:
@@ -164,7 +161,7 @@ class PackedStore(PackedParts):
 
     def advance_host_length(self) -> None:
         self.exact.advance_host_length()
-        self.lengths = tuple(length + 1 for length in self.lengths)
+        super().advance_host_length()
 
     def reorder(self, rows: Tensor) -> None:
         rows = rows.to(self.device)
@@ -175,17 +172,25 @@ class PackedStore(PackedParts):
         self.lengths = tuple(self.lengths[row] for row in rows.tolist())
 
     def share(self) -> Self:
-        return self._copied(share=True)
+        return self._on(self.exact.share(), [body.copied(share=True) for body in self.bodies])
 
     def clone(self) -> Self:
-        return self._copied(share=False)
+        return self._on(self.exact.clone(), [body.copied(share=False) for body in self.bodies])
 
-    def _copied(self, *, share: bool) -> Self:
+    def _on(self, exact: DenseStore, bodies: list[Body]) -> Self:
+        """Copy of the store with these parts."""
         other = copy.copy(self)
-        other.derived = {}
-        other.exact = self.exact.share() if share else self.exact.clone()
-        other.bodies = [body.copied(share=share) for body in self.bodies]
+        other.exact, other.bodies, other.derived = exact, bodies, {}
         return other
+
+    def padded(self) -> DenseStore:
+        valid = self.valid
+        valid = None if valid is None else valid.clone()
+        return DenseStore.of(self.keys, self.values, self.index, valid, self.lengths)
+
+    def parts(self) -> dict[str, Any]:
+        bodies = [body.parts() for body in self.bodies]
+        return {"lengths": self.lengths, "exact": self.exact.parts(), "first": self.first, "bodies": bodies}
 
     def entry_bytes(self) -> int:
         keys, values, _ = self.exact.buffers()
@@ -201,6 +206,3 @@ class PackedStore(PackedParts):
 
     def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
         raise RuntimeError("entries that are encoded lie in no buffers: read keys and values, or `at`")
-
-    def _apply(self, change: Callable[[Tensor], Tensor]) -> None:
-        raise RuntimeError("encoded entries are changed by their parts")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from kvsieve.cache.base import Store
 from kvsieve.cache.body import Body
+from kvsieve.cache.contract import LayerMemory
 from kvsieve.cache.store import DenseStore
 from kvsieve.core.selection import entries_at
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SPAN = 1 << 32
 
 
-class PackedParts(Store):
+class PackedParts(LayerMemory):
     """Parts of a PackedStore, and reading them as one.
 
     Attributes:
@@ -31,25 +31,21 @@ class PackedParts(Store):
         bodies: encoded entries: those of `set_aside`, if any, then those that the codec adds to, if there is one.
     """
 
-    def __init__(self, codec: Codec | None, exact: DenseStore) -> None:
+    def __init__(self, codec: Codec | None, store: LayerMemory) -> None:
         super().__init__()
-        self.codec, self.exact, self.first = codec, exact, 0
-        self.lengths, self.due = exact.lengths, 0
-        self.bodies = [] if codec is None else [self._body(codec)]
+        self.codec, self.exact = codec, cast(DenseStore, store.padded())
+        self.lengths, self.first, self.due = store.lengths, 0, 0
+        self.bodies = [] if codec is None else [self.new_body(codec)]
 
-    def _body(self, codec: Codec) -> Body:
+    def new_body(self, codec: Codec) -> Body:
+        """Make a body without entries."""
         keys, values, _ = self.exact.buffers()
         rows = keys.shape[0] * keys.shape[1]
         return Body(codec, rows, (keys.shape[-1], values.shape[-1]), keys.dtype, keys.device)
 
     @property
     def size(self) -> int:
-        """Slots in use."""
         return self.exact.size + sum(body.width for body in self.bodies)
-
-    @size.setter
-    def size(self, value: int) -> None:
-        """Nothing to do: parts count their own."""
 
     @property
     def is_empty(self) -> bool:
@@ -69,8 +65,7 @@ class PackedParts(Store):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and values that are decoded."""
-        return self.exact.buffers()[0].dtype
+        return self.exact.dtype
 
     @property
     def entries(self) -> int:
@@ -83,22 +78,18 @@ class PackedParts(Store):
 
     @property
     def keys(self) -> Tensor:
-        """[B, H, size, D], decoded."""
         return self._together(self.exact.keys, [body.padded("keys") for body in self.bodies if body.width])
 
     @property
     def values(self) -> Tensor:
-        """[B, H, size, Dv], decoded."""
         return self._together(self.exact.values, [body.padded("values") for body in self.bodies if body.width])
 
     @property
     def index(self) -> Tensor:
-        """int32 [B, H, size], -1 for filler."""
         return self._together(self.exact.index, [body.padded_index() for body in self.bodies if body.width])
 
     @property
     def valid(self) -> Tensor | None:
-        """bool [B, H or 1, size]: False for filler and padding; None when every entry is real."""
         mine = self.exact.valid
         real = [body.real() for body in self.bodies if body.width]
         if mine is None and all(part is None for part in real):

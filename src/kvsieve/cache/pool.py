@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvsieve.cache.tensors import grown
 from kvsieve.core.codes import CodeFormat, Codes, decode, encode
 from kvsieve.core.rotation import rotation
 from kvsieve.core.shaping import encode_shaped
@@ -99,10 +100,11 @@ class BlockPool:
             return codes
         by_token = self.form.axis == "token"
         scale, zero = (
-            grown(part, tokens) if by_token and part is not None else part for part in (codes.scale, codes.zero)
+            grown(part, 1, part.shape[1], tokens) if by_token and part is not None else part
+            for part in (codes.scale, codes.zero)
         )
         assert scale is not None
-        return Codes(grown(codes.packed, tokens), scale, zero, codes.places, codes.extra)
+        return Codes(grown(codes.packed, 1, codes.packed.shape[1], tokens), scale, zero, codes.places, codes.extra)
 
     @staticmethod
     def _measured(known: Tensor | None, fresh: Tensor, begin: Tensor) -> Tensor:
@@ -146,13 +148,6 @@ class BlockPool:
         if self.codes is not None:
             yield from self.codes.tensors()
         yield from (part for part in (self.mean, self.root) if part is not None)
-
-
-def grown(part: Tensor, tokens: int) -> Tensor:
-    """Copy [N, T, ...] with room for `tokens` in place of T; 0 where there was nothing."""
-    fresh = part.new_zeros(len(part), tokens, *part.shape[2:])
-    fresh[:, : part.shape[1]] = part
-    return fresh
 
 
 def _known(asked: Tensor) -> Tensor:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsieve.cache.base import View, tensors_in
-from kvsieve.cache.keep import LayerStore
+from kvsieve.cache.contract import LayerMemory, View
 from kvsieve.cache.packed import PackedStore
 from kvsieve.cache.ragged import RaggedStore
+from kvsieve.cache.tensors import tensors_in
 from kvsieve.core.kv_rows import DeviceLength, IncrementalMetadata, KVRows, TruncatableMetadata
 
 
@@ -60,6 +60,12 @@ class Group:
             self._flat = capacity, body, self.tail + start
         return self._flat[1:]
 
+    def all_tensors(self) -> Iterator[Tensor]:
+        """Every tensor of the lists of slots and of the reader's metadata."""
+        yield from tensors_in((self.kv_rows, self.row, self.body, self.tail, self._flat))
+        for part in self.state.values():
+            yield from (part,) if isinstance(part, Tensor) else part.all_tensors()
+
 
 @dataclass
 class RowGroups:
@@ -77,15 +83,15 @@ class RowGroups:
     stride: int
     stored: int
 
-    def entries(self, store: LayerStore, group: Group) -> int:
+    def entries(self, store: LayerMemory, group: Group) -> int:
         """Entries of a group's KV rows now: those appended since are the last ones."""
         return group.size + (store.size - self.stored) // self.stride
 
-    def most(self, store: LayerStore, group: Group) -> int:
+    def most(self, store: LayerMemory, group: Group) -> int:
         """Entries that a group's KV rows can have in the present buffers."""
         return group.size + (store.capacity - self.stored) // self.stride
 
-    def drop_last(self, store: LayerStore) -> bool:
+    def drop_last(self, store: LayerMemory) -> bool:
         """Forget the entries that the store has taken back; False where the KV rows must be grouped again."""
         if store.size < self.stored:
             return False
@@ -98,7 +104,7 @@ class RowGroups:
                 part.keep_first(size)
         return True
 
-    def kv_rows(self, store: LayerStore, group: Group, length: DeviceLength | None = None) -> KVRows:
+    def kv_rows(self, store: LayerMemory, group: Group, length: DeviceLength | None = None) -> KVRows:
         """KV rows of a group now; with their length on the device, as many entries as there are slots for."""
         keys, values = store.slot_rows()
         body, tail = group.flat(store.capacity)
@@ -108,12 +114,10 @@ class RowGroups:
     def all_tensors(self) -> Iterator[Tensor]:
         """Every tensor of the readers' metadata and of the lists of slots."""
         for group in self.groups:
-            yield from tensors_in((group.kv_rows, group.row, group.body, group.tail, group._flat))
-            for part in group.state.values():
-                yield from (part,) if isinstance(part, Tensor) else part.all_tensors()
+            yield from group.all_tensors()
 
 
-def group_rows(store: LayerStore, view: View | None, settings: Sequence[Hashable]) -> RowGroups:
+def group_rows(store: LayerMemory, view: View | None, settings: Sequence[Hashable]) -> RowGroups:
     """Group the KV rows of a store, or of a view of it, by length and by `settings`, the parameters per batch row."""
     if isinstance(store, PackedStore):
         return _group_encoded(store, view, settings)
@@ -124,7 +128,7 @@ def group_rows(store: LayerStore, view: View | None, settings: Sequence[Hashable
     tail = torch.zeros_like(at) + store.size
     real: Tensor | None
     if isinstance(store, RaggedStore):
-        stride, real, slots = heads, store._visible().flatten(0, 1), now.expand(batch * heads, -1)
+        stride, real, slots = heads, store.visible().flatten(0, 1), now.expand(batch * heads, -1)
         tail, at = tail + at % heads, at // heads
     elif view is None:
         real = None if store.valid is None else store.valid.expand(-1, heads, -1).flatten(0, 1)

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvsieve.cache.base import MIN_ROOM
-from kvsieve.cache.store import DenseStore
-from kvsieve.core.selection import entries_at
+from kvsieve.cache.contract import MIN_ROOM, LayerMemory
 
 if TYPE_CHECKING:
     from kvsieve.cache.packed_parts import PackedParts
@@ -38,7 +36,7 @@ def settle(store: PackedParts, codec: Codec, *, ends_prompt: bool) -> None:
 
 
 def blocks_of(
-    store: DenseStore | PackedParts, slots: Tensor, counts: Tensor, most: int
+    store: LayerMemory, slots: Tensor, counts: Tensor, most: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Divide slots of a store into blocks as `Body.add` takes them, those of a KV row filled as evenly as can be.
 
@@ -156,30 +154,16 @@ def _replace(store: PackedParts, slots: Tensor, real: Tensor | None, room: int, 
         room: tokens to leave room for.
         reuse: buffers that are hardly larger than needed serve on, so that recorded passes do.
     """
-    old, kept, codec = store.exact, slots.shape[2], store.codec
-    fits = codec is not None and kept < old.capacity <= store.most_exact(codec) + codec.block
-    reuse = reuse and fits and not old.shared
-    capacity = old.capacity if reuse else kept + room
-    fresh = old if reuse else DenseStore()
-
-    def gathered(part: Tensor, buffer: Tensor) -> Tensor:
-        out = buffer if reuse else part.new_zeros(*slots.shape[:2], capacity, *part.shape[3:])
-        out[:, :, :kept] = entries_at(part, slots)
-        return out
-
-    parts = zip((old.keys, old.values, old.index), old.buffers(), strict=True)
-    fresh._keys, fresh._values, fresh._index = (gathered(*each) for each in parts)
-    fresh.size = fresh.kept = kept
-    fresh.lengths = (kept,) * len(slots)
-    if real is not None and (fresh.valid_buffer is not None or not bool(real.all())):
-        shape = (*slots.shape[:2], capacity)
-        if fresh.valid_buffer is None or fresh.valid_buffer.shape != shape:
-            fresh.valid_buffer = torch.ones(shape, dtype=torch.bool, device=slots.device)
-        fresh.valid_buffer[:, :, :kept] = real
-        fresh._index[:, :, :kept].masked_fill_(~real, -1)
-        fresh.lengths = tuple(real.sum(-1).amax(-1).tolist())
-    store.exact, store.due = fresh, 0
-    store.derived = {}
+    exact, kept, codec = store.exact, slots.shape[2], store.codec
+    fits = codec is not None and kept < exact.capacity <= store.most_exact(codec) + codec.block
+    reuse = reuse and fits and not exact.shared
+    lengths = None
+    if real is not None and not (reuse and exact.valid is not None) and bool(real.all()):
+        real = None
+    if real is not None:
+        lengths = tuple(real.sum(-1).amax(-1).tolist())
+    exact.take(slots, real, kept + room, reuse=reuse, lengths=lengths)
+    store.derived, store.due = {}, 0
 
 
 def _right_aligned(stays: Tensor, start: int) -> tuple[Tensor, Tensor]:

@@ -3,61 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
-from kvsieve.cache.base import MIN_ROOM, Store, grown, last_tokens
-from kvsieve.core.selection import entries_at
+from kvsieve.cache.buffered import BufferedMemory, last_tokens
+from kvsieve.cache.columns import Columns
+from kvsieve.cache.contract import MIN_ROOM, LayerMemory
 from kvsieve.types import Selection
 
 
-class DenseStore(Store):
+class DenseStore(BufferedMemory):
     """Preallocated, growing buffers of one layer.
 
     Reading gives views of the buffers, of which the first `size` entries are in use and appended to in place. `keep`
     moves the entries that stay into new, smaller buffers, so that the memory of the others is really returned.
 
     Attributes:
-        keys: [B, H, size, D].
-        values: [B, H, size, Dv].
-        index: int32 [B, H, size], token index of each entry in its row as fed (padding counted), -1 for filler.
-        valid: bool [B, H or 1, size] once anything stored is padding or filler, else None.
-        lengths: real entries of each row, the same for all its heads.
+        columns: [B, H, capacity, ...]; "valid" is [B, H or 1, capacity], there once an entry is not real.
         kept: slots in use after the last change other than appending and taking back.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept = 0
+    def __init__(self, columns: Columns | None = None, size: int = 0, lengths: tuple[int, ...] = ()) -> None:
+        super().__init__(columns, size, lengths)
+        self.kept = size
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor, index: Tensor, valid: Tensor | None, lengths: tuple[int, ...]) -> Self:
+        """Make a store of these very tensors, [B, H, N, ...], all of them in use."""
+        facts = {} if valid is None else {"valid": valid}
+        return cls(Columns(keys=keys, values=values, index=index, **facts), keys.shape[2], lengths)
 
     @property
     def heads(self) -> int:
-        """KV heads stored; more than the model has after a per-query-head selection."""
         return self.buffers()[0].shape[1]
 
     def padded(self) -> DenseStore:
-        """Return it as a store of equally many entries per head, which it is."""
         return self
 
     @property
     def keys(self) -> Tensor:
-        """[B, H, size, D], a view."""
         return self.buffers()[0][:, :, : self.size]
 
     @property
     def values(self) -> Tensor:
-        """[B, H, size, D], a view."""
         return self.buffers()[1][:, :, : self.size]
 
     @property
     def index(self) -> Tensor:
-        """int32 [B, H, size], a view."""
         return self.buffers()[2][:, :, : self.size]
 
     @property
     def valid(self) -> Tensor | None:
-        """bool [B, H or 1, size], a view, or None when every stored entry is real."""
         return None if self.valid_buffer is None else self.valid_buffer[:, :, : self.size]
 
     def append(
@@ -69,44 +67,23 @@ class DenseStore(Store):
         counts: tuple[int, ...] | None = None,
         reserve: int = 0,
     ) -> None:
-        """Store new entries at the end.
-
-        Args:
-            keys: [B, H, L, D].
-            values: [B, H, L, Dv].
-            token_index: int [1 or B, L], index of each token in its row as fed, padding counted.
-            valid: bool [B, L], False for padding; None when all are real.
-            counts: real tokens per row, if `valid` is given and they are known; None counts them.
-            reserve: tokens to leave room for when the buffers must grow.
-        """
         batch, heads, new, _ = keys.shape
-        if self._keys is None:
+        if self.is_empty:
             self._allocate(keys, values, new + max(reserve, 0))
-            self.lengths = (0,) * batch
         elif self.heads != heads:
             keys, values = (part.repeat_interleave(self.heads // heads, 1) for part in (keys, values))
-        buffers = self.buffers()
         end = self.size + new
-        if end > buffers[0].shape[2] or self.size < self.shared:
+        if not self._has_room(end):
             self._resize(end + (reserve or max(MIN_ROOM, end // 8)))
-            buffers = self.buffers()
         if valid is not None:
-            self.derived = {}
-        buffers[0][:, :, self.size : end] = keys
-        buffers[1][:, :, self.size : end] = values
-        buffers[2][:, :, self.size : end] = token_index[:, None]
-        if valid is not None and self.valid_buffer is None:
-            self.valid_buffer = torch.ones(batch, 1, buffers[0].shape[2], dtype=torch.bool, device=keys.device)
+            self.columns = self.columns.with_valid()
+        slots = slice(self.size, end)
+        for to, part in zip(self.buffers(), (keys, values, token_index[:, None]), strict=True):
+            to[:, :, slots] = part
         if self.valid_buffer is not None:
-            self.valid_buffer[:, :, self.size : end] = True if valid is None else valid[:, None]
-        if counts is None:
-            counts = (new,) * batch if valid is None else tuple(valid.sum(-1).tolist())
-        self.lengths = tuple(old + count for old, count in zip(self.lengths, counts, strict=True))
+            self.valid_buffer[:, :, slots] = True if valid is None else valid[:, None]
+        self._count_new(batch, new, valid, counts)
         self.size = end
-
-    def make_room(self, tokens: int) -> None:
-        if self.size + tokens > self.capacity or self.size < self.shared:
-            self._resize(self.size + tokens)
 
     def prepare_slots(self, token_index: int) -> None:
         keys, values, index = (part[:, :, self.size :] for part in self.buffers())
@@ -132,59 +109,60 @@ class DenseStore(Store):
             reserve: tokens to leave room for.
             reuse: buffers that are hardly larger than needed serve on.
         """
-        indices = selection.indices
-        copies = indices.shape[1] // self.heads
-        kept = indices.shape[2]
-        capacity = self.buffers()[0].shape[2]
+        indices, real = selection.indices, selection.real()
+        needed = indices.shape[2] + reserve
         # Eviction while decoding drops few entries at a time: then the buffers serve on.
-        fits = kept + reserve <= capacity <= (kept + reserve) * 5 // 4
-        in_place = reuse and fits and copies == 1 and not self.shared
+        reuse = reuse and needed <= self.capacity <= needed * 5 // 4
+        lengths = None if real is None else selection.lengths
+        self.take(indices, None if real is None else real[:, None], needed, reuse=reuse, lengths=lengths)
 
-        def gather(buffer: Tensor) -> Tensor:
-            source = buffer[:, :, : self.size]
-            if copies > 1:
-                source = source.repeat_interleave(copies, 1)
-            to = buffer if in_place else buffer.new_empty((*indices.shape[:2], kept + reserve, *buffer.shape[3:]))
-            to[:, :, :kept] = entries_at(source, indices)
-            return to
+    def take(
+        self,
+        slots: Tensor,
+        real: Tensor | None,
+        capacity: int,
+        *,
+        reuse: bool,
+        lengths: tuple[int, ...] | None = None,
+    ) -> None:
+        """Keep slots, in this order.
 
-        self._keys, self._values, self._index = (gather(buffer) for buffer in self.buffers())
+        Args:
+            slots: int64 [B, H', K].
+            real: bool [B, 1 or H', K], False for slots that become filler; None where all are real.
+            capacity: slots to have.
+            reuse: keep these buffers, unless a copy may read them, or heads have copies.
+            lengths: real entries of each row; None: K.
+        """
+        kept = slots.shape[2]
+        reuse = reuse and slots.shape[1] == self.heads and not self.shared
+        capacity = self.capacity if reuse else capacity
+        valid = self.valid_buffer
+        self.columns = self.columns.without("valid").taken(self.size, slots, capacity, in_place=reuse)
         self.shared, self.derived = 0, {}
         self.size = self.kept = kept
-        capacity = self._keys.shape[2]
-        real = selection.real()
-        if real is None:
-            self.valid_buffer = None
-            self.lengths = (kept,) * indices.shape[0]
-        else:
-            shape = (real.shape[0], 1, capacity)
-            if not in_place or self.valid_buffer is None or self.valid_buffer.shape != shape:
-                self.valid_buffer = torch.ones(shape, dtype=torch.bool, device=indices.device)
-            self.valid_buffer[:, :, :kept] = real[:, None]
-            self._index[:, :, :kept].masked_fill_(~real[:, None], -1)
-            self.lengths = selection.lengths or ()
+        self.lengths = lengths or (kept,) * len(slots)
+        if real is not None:
+            shape = (*real.shape[:2], capacity)
+            if not reuse or valid is None or valid.shape != shape:
+                valid = torch.ones(shape, dtype=torch.bool, device=slots.device)
+            valid[:, :, :kept] = real
+            self.columns["index"][:, :, :kept].masked_fill_(~real, -1)
+            self.columns = self.columns.including(valid=valid)
 
     def drop_first(self, count: int, reserve: int = 0) -> None:
         """Drop the first `count` slots, and free their memory. reserve: tokens to leave room for."""
         if count <= 0:
             return
-        kept = self.size - count
-
-        def tail(buffer: Tensor) -> Tensor:
-            fresh = buffer.new_zeros((*buffer.shape[:2], kept + reserve, *buffer.shape[3:]))
-            fresh[:, :, :kept] = buffer[:, :, count : self.size]
-            return fresh
-
         if self.valid_buffer is None:
             self.lengths = tuple(length - count for length in self.lengths)
-        self._apply(tail)
+        self.columns = self.columns.moved(count, self.size, self.size - count + reserve)
         self.shared, self.derived = 0, {}
-        self.size = self.kept = kept
-        if self.valid_buffer is not None:
-            valid = self.valid_buffer[:, :, :kept]
-            self.lengths = tuple(valid.sum(-1).amax(-1).tolist())
-            if bool(valid.all()):
-                self.valid_buffer = None
+        self.size = self.kept = self.size - count
+        if self.valid is not None:
+            self.lengths = tuple(self.valid.sum(-1).amax(-1).tolist())
+            if bool(self.valid.all()):
+                self.columns = self.columns.without("valid")
 
     @property
     def droppable(self) -> int:
@@ -192,73 +170,56 @@ class DenseStore(Store):
 
     def _take_back(self, counts: Sequence[int], least: int, most: int) -> tuple[int, ...]:
         start, end = self.size - most, self.size - least
-        valid, dropped = self.valid_buffer, tuple(counts)
-        goes = last_tokens(counts, self.buffers()[0].device) if least < most else None
-        if valid is not None:
-            real = valid[:, 0, start : self.size]
-            dropped = tuple((real if goes is None else real & goes).sum(-1).tolist())
-        if goes is not None:
-            if valid is None:
-                valid = torch.ones(len(goes), 1, self.capacity, dtype=torch.bool, device=goes.device)
-            elif start < self.shared:
-                valid = valid.clone()
-            valid[:, :, start:end].masked_fill_(goes[:, None, : end - start], False)
-        elif valid is not None and sum(dropped) < most * len(counts) and bool(valid[:, :, :end].all()):
-            valid = None
-        self.valid_buffer, self.size = valid, end
+        valid, dropped = self.valid, tuple(counts)
+        if least < most:
+            goes = last_tokens(counts, self.buffers()[0].device)
+            if valid is not None:
+                dropped = tuple((valid[:, 0, start:] & goes).sum(-1).tolist())
+                if start < self.shared:
+                    self.columns = self.columns.including(valid=self.columns["valid"].clone())
+            self.columns = self.columns.with_valid()
+            self.columns["valid"][:, :, start:end].masked_fill_(goes[:, None, : end - start], False)
+        elif valid is not None:
+            dropped = tuple(valid[:, 0, start:].sum(-1).tolist())
+            if sum(dropped) < most * len(counts) and bool(valid[:, :, :end].all()):
+                self.columns = self.columns.without("valid")
+        self.size = end
         return dropped
 
     def remask(self, mask: Tensor) -> None:
-        """Apply a changed attention mask to the stored entries; mask: bool [B, tokens fed]."""
         self.derived = {}
         index = self.index.long()
         rows = torch.arange(index.shape[0], device=index.device)[:, None, None]
         valid = mask[rows, index.clamp_min(0)] & (index >= 0)
-        capacity = self.buffers()[0].shape[2]
-        self.valid_buffer = torch.ones(*valid.shape[:2], capacity, dtype=torch.bool, device=valid.device)
-        self.valid_buffer[:, :, : self.size] = valid
+        buffer = torch.ones(*valid.shape[:2], self.capacity, dtype=torch.bool, device=valid.device)
+        buffer[:, :, : self.size] = valid
+        self.columns = self.columns.including(valid=buffer)
         # Heads may have kept different tokens; budgets speak of a row, so count its fullest head.
         self.lengths = tuple(valid.sum(-1).amax(-1).tolist())
 
+    def parts(self) -> dict[str, Any]:
+        if self.is_empty:
+            return {}
+        return {"lengths": self.lengths, **self.columns.used(self.size), "valid": self.valid}
+
     @classmethod
-    def stack(cls, stores: Sequence[DenseStore], reserve: int = 0) -> DenseStore:
-        """Build one store whose rows are those of `stores`, which stay as they are.
+    def stack(cls, memories: Sequence[LayerMemory], reserve: int = 0) -> Self:
+        """Build one store whose rows are those of `memories`, which stay as they are.
 
         Shorter ones get filler on the left.
 
         Args:
-            stores: stores with equally many heads.
+            memories: with equally many heads.
             reserve: tokens to leave room for.
         """
-        size, rows = max(store.size for store in stores), sum(len(store.lengths) for store in stores)
-        out = cls()
-        keys, values = stores[0].keys, stores[0].values
-        out._keys, out._values = (
-            part.new_zeros(rows, part.shape[1], size + reserve, part.shape[3]) for part in (keys, values)
-        )
-        out._index = stores[0].index.new_full((rows, keys.shape[1], size + reserve), -1)
-        heads = max(1 if store.valid is None else store.valid.shape[1] for store in stores)
-        if any(store.valid is not None or store.size < size for store in stores):
-            out.valid_buffer = torch.zeros(rows, heads, size + reserve, dtype=torch.bool, device=keys.device)
-        row = 0
-        for store in stores:
-            to, left = slice(row, row + len(store.lengths)), slice(size - store.size, size)
-            out._keys[to, :, left], out._values[to, :, left] = store.keys, store.values
-            out._index[to, :, left] = store.index
-            if out.valid_buffer is not None:
-                out.valid_buffer[to, :, left] = True if store.valid is None else store.valid
-            row = to.stop
-        out.size = size
-        out.kept = size - min(store.droppable for store in stores)
-        out.lengths = tuple(length for store in stores for length in store.lengths)
+        stores = [cast(DenseStore, memory.padded()) for memory in memories]
+        sizes = [store.size for store in stores]
+        columns = Columns.stacked([store.columns for store in stores], sizes, reserve)
+        out = cls(columns, max(sizes), tuple(length for store in stores for length in store.lengths))
+        out.kept = out.size - min(store.droppable for store in stores)
         return out
 
     def _allocate(self, keys: Tensor, values: Tensor, capacity: int) -> None:
-        batch, heads = keys.shape[:2]
-        self._keys = keys.new_empty(batch, heads, capacity, keys.shape[3])
-        self._values = values.new_empty(batch, heads, capacity, values.shape[3])
-        self._index = torch.empty(batch, heads, capacity, dtype=torch.int32, device=keys.device)
-
-    def _resize(self, capacity: int) -> None:
-        self._apply(lambda buffer: grown(buffer, 2, self.size, capacity))
-        self.shared = 0
+        buffers = (part.new_empty(*part.shape[:2], capacity, part.shape[3]) for part in (keys, values))
+        index = torch.empty(*keys.shape[:2], capacity, dtype=torch.int32, device=keys.device)
+        self.columns = Columns(**dict(zip(("keys", "values"), buffers, strict=True)), index=index)

@@ -21,7 +21,6 @@ from kvsieve.eval.rows import Row
 from kvsieve.hf.attach import attach
 from kvsieve.hf.cache.batching import can_stack, stack
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.generate.acted import what_ran
 from kvsieve.hf.generate.config import check_single_answer
 from kvsieve.hf.prompt.constraints import PromptConstraints
@@ -290,6 +289,7 @@ def _row_bytes(cache: SieveCache) -> int:
     """Bytes of keys and values as one row among others, where every head is as long as the fullest."""
     total = 0
     for layer in cache.all_layers:
-        if isinstance(layer, StoreLayer) and layer.is_initialized:
-            total += max(layer.store.lengths) * layer.store.heads * layer.store.entry_size()
+        store = layer.memory
+        if store is not None and not store.is_empty:
+            total += max(store.lengths) * store.heads * store.entry_size()
     return total

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kvsieve.cache.base import tensors_in
+from kvsieve.cache.tensors import tensors_in
 from kvsieve.errors import UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.compat import CACHE_NAMES, DynamicCache, cache_argument, take_cache

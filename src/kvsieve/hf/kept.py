@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvsieve.cache import LayerMemory, View
 from kvsieve.errors import CacheStateError, InputError
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
 from kvsieve.hf.cache.layers import kind_of
 from kvsieve.kept.kept import Kept
 from kvsieve.kept.tokens import KeptLayer
@@ -71,35 +71,34 @@ def _layers(cache: SieveCache, row: int, numbers: Tensor, count: int) -> tuple[K
     found = []
     for index, layer in enumerate(cache.all_layers):
         words = kind_of(layer).words
-        if not isinstance(layer, StoreLayer) or layer.store.is_empty:
-            found.append(KeptLayer(index, words, counts=isinstance(layer, SieveLayer)))
+        store = layer.memory
+        if store is None or store.is_empty:
+            found.append(KeptLayer(index, words, counts=layer.is_growing))
             continue
-        tokens = _held(cache, index, layer, row, numbers)
+        tokens = _held(cache, index, store, row, numbers)
         stored, entries = _shares(tokens, count)
         read = None
-        if isinstance(layer, SieveLayer) and layer.view is not None:
-            read, _ = _shares(_viewed(layer, row, tokens), count)
-        counts = isinstance(layer, SieveLayer) or not growing
+        if layer.view is not None:
+            read, _ = _shares(_viewed(layer.view, row, tokens), count)
+        counts = layer.is_growing or not growing
         reached = _reached(cache, index, row, numbers, count)
         found.append(KeptLayer(index, words, counts, len(tokens), stored, read, reached, entries))
     return tuple(found)
 
 
-def _held(cache: SieveCache, index: int, layer: StoreLayer, row: int, numbers: Tensor) -> Tensor:
+def _held(cache: SieveCache, index: int, store: LayerMemory, row: int, numbers: Tensor) -> Tensor:
     """Numbers of the tokens that a layer stores, int64 [H, n], -1 for filler and padding."""
-    store, short = layer.store, cache.conversation.short_prompt
+    short = cache.conversation.short_prompt
     columns = store.index if short is None else short.as_given(store.index, index)
     tokens, valid = columns[row].long().cpu(), store.valid
     # A window's index holds positions, which do not count padding.
-    if not isinstance(layer, WindowLayer):
+    if cache.all_layers[index].window is None:
         tokens = numbers[tokens.clamp_min(0)].masked_fill(tokens < 0, -1)
     return tokens if valid is None else tokens.masked_fill(~valid[row].cpu(), -1)
 
 
-def _viewed(layer: SieveLayer, row: int, tokens: Tensor) -> Tensor:
+def _viewed(view: View, row: int, tokens: Tensor) -> Tensor:
     """Numbers of the tokens that the answer reads of those stored, int64 [H', n]."""
-    view = layer.view
-    assert view is not None
     slots = view.slots[row].cpu()
     stored = tokens.repeat_interleave(len(slots) // len(tokens), 0)
     chosen = stored.gather(1, slots)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvsieve.cache.base import tensors_in
+from kvsieve.cache.tensors import tensors_in
 from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError, short
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.copies import Unpicklable
@@ -275,7 +275,7 @@ class AttachedModel(Unpicklable):
         try:
             self.feed(before, ids[:, :2], None, request)
             whole = self.feed(self.new_cache(), ids, None, request).hidden
-            first = next(index for index, layer in enumerate(before.all_layers) if isinstance(layer, StateLayer))
+            first = next(index for index, layer in enumerate(before.all_layers) if layer.has_state)
             for changed in (None, "conv_states", "recurrent_states"):
                 cache = before.fork()
                 layer: StateLayer = cache.layers[first]  # type: ignore[assignment]

@@ -19,7 +19,6 @@ from torch import Tensor
 from kvsieve.errors import CacheStateError
 from kvsieve.hf.attach import attached
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.cache.layer import SieveLayer, StoreLayer
 from kvsieve.hf.forward.evict import evict
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.model.support import check_model
@@ -91,9 +90,10 @@ class SharedPrompt:
 
 def _own_buffers(cache: SieveCache) -> None:
     """Let no layer of a cache write to buffers that it shares; what was evicted has its own."""
+    layer: Any
     for index, layer in enumerate(cache.all_layers):
-        dropped = isinstance(layer, SieveLayer) and layer.view is None and index in cache.turn.record.evicted
-        if isinstance(layer, StoreLayer) and not dropped and layer.is_initialized:
+        dropped = layer.view is None and index in cache.turn.record.evicted
+        if layer.memory is not None and not dropped and not layer.memory.is_empty:
             layer.store = layer.store.clone()
 
 

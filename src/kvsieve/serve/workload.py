@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from kvsieve.cache.base import MIN_ROOM
+from kvsieve.cache.contract import MIN_ROOM
 from kvsieve.decoding.loop import Rows, step
 from kvsieve.errors import KvsieveError
 from kvsieve.hf.forward.pieces import rows_are_alone

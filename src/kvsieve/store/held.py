@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.cache.records import Conversation, Turn
 from kvsieve.hf.persist.packing import Packer
 from kvsieve.hf.persist.saved import made_cache, packed_cache
@@ -222,8 +221,9 @@ def _cut(part: Any, tokens: int) -> Any:
 
 def _made(facts: dict[str, Any], tensors: dict[str, Tensor], model: AttachedModel) -> SieveCache:
     cache = made_cache({**facts, "ids": None, "extra": {}}, tensors, model).cache
+    layer: Any
     for layer in cache.all_layers:
-        if isinstance(layer, StoreLayer):
+        if layer.memory is not None:
             # Copied before anything is written to it: there is no room behind its end.
             layer.store = layer.store.share()
     return cache

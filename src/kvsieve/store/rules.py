@@ -10,12 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvsieve.cache import DenseStore
 from kvsieve.hf import reuse
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.cache.latent import LatentLayer
-from kvsieve.hf.cache.layer import SieveLayer
-from kvsieve.hf.cache.states import CacheLayer, EmptyLayer
+from kvsieve.hf.cache.states import CacheLayer
 from kvsieve.hf.prompt.chunks import keeps_to_chunks, shared_end
 from kvsieve.hf.reuse import acts_at_end
 from kvsieve.hf.runtime import AttachedModel
@@ -213,16 +210,19 @@ def _may_cut(plan: Plan) -> bool:
 
 def is_plain(cache: SieveCache) -> bool:
     """Tell that a cache holds every token in every layer, exactly, and nothing that speaks of all of them."""
-    return not cache.turn.deferred and all(
-        isinstance(layer, EmptyLayer)
-        or (type(layer) in (SieveLayer, LatentLayer) and holds_all(layer, cache.num_seen) and not vars(layer)["state"])
-        for layer in cache.all_layers
+    return (
+        not cache.turn.deferred
+        and not cache.has_state
+        and all(
+            layer.memory is None or (holds_all(layer, cache.num_seen) and not vars(layer)["state"])
+            for layer in cache.all_layers
+        )
     )
 
 
 def holds_all(layer: CacheLayer, seen: int) -> bool:
     """Tell that the entries of a layer are those of all tokens seen, exact and in order."""
-    store = layer.store if isinstance(layer, SieveLayer) else None
-    if not isinstance(store, DenseStore) or store.is_empty:
+    store = layer.memory if layer.is_growing else None
+    if store is None or store.is_ragged or store.is_encoded or store.is_empty:
         return False
     return store.size == seen and store.valid is None and store.lengths == (seen,)

@@ -8,11 +8,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvsieve.cache import DenseStore, LayerStore, PackedStore
+from kvsieve.cache import DenseStore
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.cache.latent import LatentLayer
-from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
-from kvsieve.hf.cache.states import CacheLayer, StateLayer
+from kvsieve.hf.cache.layer import StoreLayer, WindowLayer
+from kvsieve.hf.cache.states import CacheLayer, stacked_states
 
 
 def can_stack(caches: Sequence[SieveCache]) -> bool:
@@ -29,15 +28,12 @@ def can_stack(caches: Sequence[SieveCache]) -> bool:
 
 
 def _alike(mine: CacheLayer, theirs: CacheLayer) -> bool:
-    if isinstance(mine, LatentLayer) or (isinstance(mine, SieveLayer) and mine.view is not None):
+    if mine.is_latent or mine.view is not None:
         return False
-    if not isinstance(mine, StoreLayer):
+    ours, others = mine.memory, theirs.memory
+    if ours is None or others is None:
         return True
-    stores = mine.store, cast(StoreLayer, theirs).store
-    return (
-        not any(store.is_empty or isinstance(store, PackedStore) for store in stores)
-        and stores[0].heads == stores[1].heads
-    )
+    return not any(one.is_empty or one.is_encoded for one in (ours, others)) and ours.heads == others.heads
 
 
 def stack(caches: Sequence[SieveCache], reserve: int = 0) -> SieveCache:
@@ -67,28 +63,15 @@ def stack(caches: Sequence[SieveCache], reserve: int = 0) -> SieveCache:
 def _stacked(layers: Sequence[CacheLayer], reserve: int) -> CacheLayer:
     """One layer's rows; what methods remember of it, which is for later turns, is left behind."""
     out: Any = layers[0].fork(share=True)
-    if isinstance(out, StoreLayer):
-        out.store = DenseStore.stack([_dense(cast(StoreLayer, layer).store) for layer in layers], reserve)
-    if isinstance(out, SieveLayer):
+    if out.memory is not None:
+        out.store = DenseStore.stack([cast(StoreLayer, layer).store for layer in layers], reserve)
+    if out.is_growing:
         out.state = {}
-    if isinstance(out, WindowLayer):
+    if out.window is not None:
         out.holes = any(cast(WindowLayer, layer).holes for layer in layers)
-    if isinstance(out, StateLayer):
-        every = [cast(StateLayer, layer).states() for layer in layers]
-        out.set_states(
-            {name: {at: _rows([each[name][at] for each in every]) for at in every[0][name]} for name in every[0]}
-        )
+    if out.has_state:
+        out.set_states(stacked_states(layers))
     return out
-
-
-def _dense(store: LayerStore) -> DenseStore:
-    assert not isinstance(store, PackedStore)
-    return store.padded()
-
-
-def _rows(parts: list[Any]) -> Any:
-    """Rows of a state one after another; what is no tensor is the same in all."""
-    return torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]
 
 
 def _mask(cache: SieveCache) -> Tensor:

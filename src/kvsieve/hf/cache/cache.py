@@ -10,15 +10,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvsieve.cache.base import storage_bytes
+from kvsieve.cache.tensors import storage_bytes
 from kvsieve.display import html_table, mebibytes, span
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
 from kvsieve.hf.cache.copies import Forked, Unpicklable
-from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
+from kvsieve.hf.cache.layer import SieveLayer
 from kvsieve.hf.cache.layers import kind_of, new_layer
 from kvsieve.hf.cache.owner import Owner
 from kvsieve.hf.cache.records import Conversation, Turn
-from kvsieve.hf.cache.states import CacheLayer, EmptyLayer, StateLayer
+from kvsieve.hf.cache.states import CacheLayer
 from kvsieve.hf.compat import Cache
 from kvsieve.hf.kinds import describe_kinds, layer_kinds
 
@@ -65,12 +65,11 @@ class SieveCache(Forked, Cache):
         Cache.__init__(self, layers=[new_layer(kind, states) for kind in layer_kinds(config)])
         self.owner = owner
         self.updated = 0
-        shared = [layer.source for layer in self.all_layers if isinstance(layer, EmptyLayer)]
-        self.producers = frozenset(source for source in shared if source is not None)
+        self.producers = frozenset(layer.source for layer in self.all_layers if layer.source is not None)
         self.conversation = Conversation()
         self.status: Literal["ready", "running", "broken"] = "ready"
         self.few_turns = 0
-        self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
+        self.snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
 
     @property
     def turn(self) -> Turn:
@@ -95,12 +94,12 @@ class SieveCache(Forked, Cache):
     @property
     def forgets(self) -> bool:
         """True where some layer cannot be read again: recurrent state, or a window that has moved on."""
-        return any(isinstance(layer, (StateLayer, WindowLayer)) for layer in self.all_layers)
+        return any(layer.has_state or layer.window is not None for layer in self.all_layers)
 
     @property
     def has_state(self) -> bool:
         """True where some layer has recurrent state."""
-        return any(isinstance(layer, StateLayer) for layer in self.all_layers)
+        return any(layer.has_state for layer in self.all_layers)
 
     def begin_turn(self, prompt_end: int | None = None, new_tokens: int = 0, acts: bool = True) -> None:
         """Let the next pass start a prompt; see Turn."""
@@ -191,7 +190,7 @@ class SieveCache(Forked, Cache):
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         other.conversation = self.conversation.copy()
-        other._snapshots = weakref.WeakSet()
+        other.snapshots = weakref.WeakSet()
         other.layers = layers
         return other
 
@@ -223,7 +222,7 @@ class SieveCache(Forked, Cache):
             self.conversation.copy(),
             [layer.fork(share=True) for layer in self.all_layers],
         )
-        self._snapshots.add(taken)
+        self.snapshots.add(taken)
         return taken
 
     def rollback(self, snapshot: Snapshot) -> None:
@@ -236,7 +235,7 @@ class SieveCache(Forked, Cache):
             raise CacheStateError("the snapshot was taken of another cache; roll that one back, or fork it")
         # What follows is written behind the entries of the snapshot: where a later one has its own, into a copy.
         seen = snapshot.conversation.num_seen
-        later = any(other.conversation.num_seen > seen for other in self._snapshots)
+        later = any(other.conversation.num_seen > seen for other in self.snapshots)
         self.owner, self.conversation, self.status = snapshot.owner, snapshot.conversation.copy(), "ready"
         self.layers = [layer.fork(share=not later) for layer in snapshot.layers]
 
@@ -247,7 +246,7 @@ class SieveCache(Forked, Cache):
 
     def entries(self) -> list[int]:
         """Entries stored per layer and KV head now, of the fullest row; the mean where heads differ, 0 without any."""
-        return [layer.store.entries if isinstance(layer, StoreLayer) else 0 for layer in self.all_layers]
+        return [0 if layer.memory is None else layer.memory.entries for layer in self.all_layers]
 
     def nbytes(self) -> int:
         """Bytes of all tensors in the cache.
@@ -264,7 +263,7 @@ class SieveCache(Forked, Cache):
 
     def __repr__(self) -> str:
         seen = f"{self.num_seen} tokens seen" + (f" in {self.conversation.batch} rows" * (self.conversation.batch > 1))
-        entries = [layer.store.entries for layer in self.all_layers if isinstance(layer, StoreLayer)]
+        entries = [layer.memory.entries for layer in self.all_layers if layer.memory is not None]
         where = f"each of {len(entries)} layers" if len(entries) == len(self.layers) else ""
         where = where or f"{len(entries)} of {len(self.layers)} layers"
         return f"<SieveCache {seen}, {span(entries, ' to ')} entries in {where}, {mebibytes(self.nbytes())}>"

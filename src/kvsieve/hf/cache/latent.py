@@ -20,6 +20,8 @@ class LatentLayer(SieveLayer):
         up: the layer's up-projection, found in its first pass; its tensors are the model's weights.
     """
 
+    is_latent = True
+
     def __init__(self) -> None:
         super().__init__()
         self.store = LatentStore()

@@ -4,22 +4,79 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
 from kvsieve.attention import Window
-from kvsieve.cache import DenseStore, LayerStore, PackedStore, View
-from kvsieve.cache.base import tensors_in, window_room
+from kvsieve.cache import DenseStore, LayerMemory, View, encode
+from kvsieve.cache.contract import window_room
+from kvsieve.cache.tensors import tensors_in
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
 from kvsieve.hf.compat import CacheLayerMixin
 from kvsieve.roles import Codec
 from kvsieve.types import Selection
 
 
-class StoreLayer(CacheLayerMixin):
-    """DenseEntries of one layer in a store of ours.
+class AnyLayer:
+    """Facts and copies that every layer of a cache has, whatever it holds.
+
+    Attributes:
+        is_growing: stores all entries less those that the plan drops.
+        is_latent: these are latents.
+        has_state: carries recurrent state.
+        window: what it sees, where that is a window or a chunk.
+        source: index of the layer whose entries it reads, having none of its own.
+        view: what this turn's answer reads, where that is less than what is stored.
+        saved: names of what is written to files beside entries and state.
+    """
+
+    is_growing = False
+    is_latent = False
+    has_state = False
+    window: Window | None = None
+    source: int | None = None
+    view: View | None = None
+    saved: tuple[str, ...] = ()
+
+    @property
+    def memory(self) -> LayerMemory | None:
+        """The entries; None for a layer that stores none."""
+        return None
+
+    def states(self) -> dict[str, Any]:
+        """Return all that the recurrent state consists of, by the names transformers has for it."""
+        return {}
+
+    def state_tensors(self) -> Iterator[Tensor]:
+        """Every tensor of the recurrent state."""
+        yield from tensors_in(self.states())
+
+    def all_tensors(self) -> Iterator[Tensor]:
+        """Every tensor held; the first one has as many rows as the batch."""
+        yield from self.state_tensors()
+        if self.memory is not None:
+            yield from self.memory.all_tensors()
+
+    def fork(self, share: bool = False) -> Self:
+        """Copy it; see SieveCache.fork. Recurrent state is never shared."""
+        return copy.copy(self)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Make row i a copy of row ``rows[i]``."""
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        first = next(self.all_tensors(), None)
+        if first is not None:
+            self.reorder(torch.arange(len(first)).repeat_interleave(repeats))
+
+
+class StoreLayer(CacheLayerMixin, AnyLayer):
+    """Entries of one layer in a store of ours.
 
     `update` only stages new keys and values and returns them untouched; the attention function takes them, stores
     them and attends. What `update` was given must be what attention receives, or the model is refused.
@@ -30,9 +87,13 @@ class StoreLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self) -> None:
-        self.store: LayerStore = DenseStore()
+        self.store: LayerMemory = DenseStore()
         self.num_seen = 0
-        self._staged: tuple[Tensor, Tensor] | None = None
+        self.staged: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def memory(self) -> LayerMemory:
+        return self.store
 
     @property
     def is_initialized(self) -> bool:
@@ -52,18 +113,18 @@ class StoreLayer(CacheLayerMixin):
         """Nothing to do: the store allocates on first use."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self._staged is not None:
+        if self.staged is not None:
             raise CacheStateError(
                 "keys and values were staged but never reached kvsieve's attention function: use this cache only "
                 "inside `with kvsieve.attach(model, plan)`, on that model"
             )
-        self._staged = key_states, value_states
+        self.staged = key_states, value_states
         return key_states, value_states
 
     @property
     def has_staged(self) -> bool:
         """True between `update` and the attention over what it was given."""
-        return self._staged is not None
+        return self.staged is not None
 
     def take(self, key: Tensor, value: Tensor, who: str) -> tuple[Tensor, Tensor, int]:
         """Hand over what `update` staged; `key` and `value` are what the attention function of `who` was given.
@@ -82,15 +143,14 @@ class StoreLayer(CacheLayerMixin):
 
     def take_staged(self, who: str) -> tuple[Tensor, Tensor]:
         """Hand over what `update` staged for the attention of `who`."""
-        staged, self._staged = self._staged, None
+        staged, self.staged = self.staged, None
         if staged is None:
             raise CacheStateError(f"{who} attends without having stored keys and values through the cache")
         return staged
 
     def all_tensors(self) -> Iterator[Tensor]:
-        """Every tensor held."""
-        yield from self.store.all_tensors()
-        yield from tensors_in((self._staged,))
+        yield from super().all_tensors()
+        yield from tensors_in((self.staged,))
 
     def get_seq_length(self) -> int:
         """Logical: tokens seen, whatever was evicted."""
@@ -107,25 +167,21 @@ class StoreLayer(CacheLayerMixin):
         self.__init__()  # type: ignore[misc]
 
     def fork(self, share: bool = False) -> Self:
-        """Copy it; see SieveCache.fork."""
-        other = copy.copy(self)
+        other = super().fork(share)
         other.store = self.store.share() if share else self.store.clone()
-        other._staged = None
+        other.staged = None
         return other
 
     def offload(self) -> None:
         raise UnsupportedOptionError("offloading is not supported by a SieveCache: leave cache_implementation unset")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        if not self.store.is_empty:
-            self.store.reorder(beam_idx)
+        self.reorder(beam_idx)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.reorder_cache(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
+    def reorder(self, rows: Tensor) -> None:
+        super().reorder(rows)
         if not self.store.is_empty:
-            self.reorder_cache(torch.arange(len(self.store.lengths)).repeat_interleave(repeats))
+            self.store.reorder(rows)
 
 
 def _repeats(staged: Tensor, given: Tensor) -> int:
@@ -142,25 +198,19 @@ class SieveLayer(StoreLayer):
 
     Attributes:
         state: what methods remember of the layer.
-        view: what this turn's answer reads, where that is less than what is stored.
     """
+
+    is_growing = True
+    saved = ("state", "view", "num_seen")
 
     def __init__(self) -> None:
         super().__init__()
         self.state: dict[str, Any] = {}
-        self.view: View | None = None
+        self.view = None
 
     def encode(self, codec: Codec, *, ends_prompt: bool) -> None:
         """Encode the entries that have left the newest ones; ends_prompt: in blocks that need not be full."""
-        if isinstance(self.store, PackedStore):
-            self.store.settle(ends_prompt=ends_prompt)
-            return
-        stored, least = max(self.store.lengths, default=0), codec.block // (2 if ends_prompt else 1)
-        if stored >= codec.newest(stored) + least:
-            if self.view is not None:
-                assert isinstance(self.store, DenseStore)
-                self.view = PackedStore.numbered(self.view, self.store)
-            self.store = PackedStore.build(self.store, codec, ends_prompt=ends_prompt)
+        self.store, self.view = encode(self.store, self.view, codec, ends_prompt=ends_prompt)
 
     def view_only(self, selection: Selection) -> None:
         """Let the turn's answer read what is selected, and what is stored from now on; nothing is dropped."""
@@ -171,7 +221,6 @@ class SieveLayer(StoreLayer):
         self.view = self.store.view(selection.indices, real)
 
     def all_tensors(self) -> Iterator[Tensor]:
-        """Every tensor held: the store's, what methods remember of the layer, and what is staged."""
         yield from super().all_tensors()
         yield from tensors_in(self.state)
         if self.view is not None:
@@ -182,13 +231,13 @@ class SieveLayer(StoreLayer):
         other.state = copy.deepcopy(self.state)
         return other
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
+    def reorder(self, rows: Tensor) -> None:
+        super().reorder(rows)
         for name, part in self.state.items():
             if isinstance(part, Tensor):
-                self.state[name] = part.index_select(0, beam_idx.to(part.device))
+                self.state[name] = part.index_select(0, rows.to(part.device))
         if self.view is not None:
-            self.view = self.view.rows(beam_idx)
+            self.view = self.view.rows(rows)
 
 
 class WindowLayer(StoreLayer):
@@ -198,11 +247,12 @@ class WindowLayer(StoreLayer):
     the way to this layer leave holes.
 
     Attributes:
-        window: what the layer sees.
         holes: True once positions next to each other may lie further apart than one, as dropped tokens make them.
     """
 
     is_sliding = True
+    saved = ("window", "holes", "num_seen")
+    window: Window
 
     def __init__(self, window: Window) -> None:
         super().__init__()
@@ -222,8 +272,7 @@ class WindowLayer(StoreLayer):
 
     def drop_unseen(self, *, at_once: bool) -> None:
         """Drop what no token to come can see; unless `at_once`, only when there is much of it."""
-        store, span = self.store, self.window.span
-        assert isinstance(store, DenseStore)
+        store, span = cast(DenseStore, self.store), self.window.span
         if store.size < span or (not at_once and store.size < span + self.room):
             return
         if store.valid is None and not self.holes and not self.window.chunked:

@@ -30,11 +30,10 @@ def new_layer(kind: LayerKind, number_of_states: int = 1) -> CacheLayer:
 
 def kind_of(layer: CacheLayer) -> LayerKind:
     """Tell the kind of decoder layer that a layer of the cache was made for."""
-    state = isinstance(layer, StateLayer)
-    if isinstance(layer, WindowLayer):
-        return LayerKind("chunk" if layer.window.chunked else "window", state, layer.window.span)
-    if isinstance(layer, SieveLayer):
-        return LayerKind("latent" if isinstance(layer, LatentLayer) else "growing", state)
-    if isinstance(layer, EmptyLayer) and layer.source is not None:
+    if layer.window is not None:
+        return LayerKind("chunk" if layer.window.chunked else "window", layer.has_state, layer.window.span)
+    if layer.memory is not None:
+        return LayerKind("latent" if layer.is_latent else "growing", layer.has_state)
+    if layer.source is not None:
         return LayerKind("shared", source=layer.source)
-    return LayerKind("none", state)
+    return LayerKind("none", layer.has_state)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.owner import Owner
-from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.compat import own_cache_class
 
 
@@ -21,14 +20,13 @@ class LinearCache(SieveCache):
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
         """Return a layer's state, None before its first token."""
-        layer = self.layers[layer_idx]
-        return layer.recurrent_states[0] if isinstance(layer, StateLayer) and layer.has_previous_state[0] else None
+        layer: Any = self.layers[layer_idx]
+        return layer.recurrent_states[0] if layer.has_state and layer.has_previous_state[0] else None
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
         """Keep a layer's state."""
         self.update_recurrent_state(linear_cache, layer_idx)
-        layer = self.layers[layer_idx]
-        assert isinstance(layer, StateLayer)
+        layer: Any = self.layers[layer_idx]
         layer.has_previous_state[0] = True
 
 

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from kvsieve.cache.base import MIN_ROOM
+from kvsieve.cache.contract import MIN_ROOM
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.cache.latent import LatentLayer
 from kvsieve.hf.compat import CACHE, CACHE_NAMES
 from kvsieve.hf.decode.engines import check_engine
 from kvsieve.hf.decode.fused_decoder import FusedDecoder, by_default
@@ -187,7 +186,7 @@ class Engine:
             raise Refused("the new token is padding in some row")
         if len(cache.sieve_layers) < len(cache.layers):
             raise Refused("layers that are not full attention: sliding windows, recurrent state, shared KV")
-        if any(isinstance(layer, LatentLayer) for layer in cache.layers):
+        if any(layer.is_latent for layer in cache.all_layers):
             raise Refused("latent attention, whose queries kvsieve makes of the model's own")
         if cache.turn.reordered:
             raise Refused("rows change places between tokens (beams)")

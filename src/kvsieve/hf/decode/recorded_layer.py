@@ -19,7 +19,7 @@ from kvsieve.attention import (
     explain,
 )
 from kvsieve.attention.choice import foresee
-from kvsieve.cache import FixedEntries, LayerStore, PackedStore
+from kvsieve.cache import FixedEntries, LayerMemory
 from kvsieve.cache.row_groups import Group
 from kvsieve.core.kv_rows import DeviceLength, IncrementalMetadata
 from kvsieve.hf.cache.counts import Reads
@@ -69,7 +69,7 @@ class RecordedLayer(SieveLayer):
         super().__init__()
         self.store, self.view, self.index, self.reading = layer.store, layer.view, index, reading
         self.tensors = layer.store.tensors
-        self.encoded = FixedEntries(layer.store) if isinstance(layer.store, PackedStore) else None
+        self.encoded = FixedEntries.of(layer.store)
         # Asked here because torch.compile cannot.
         self.foreseen = foresee(self.tensors[0])
         self.executor: str | None = None
@@ -95,7 +95,7 @@ class RecordedLayer(SieveLayer):
         store = layer.store
         if not _same(self.tensors, store.tensors) or layer.view is not self.view or not store.has_room:
             return False
-        if self.encoded is not None and not (isinstance(store, PackedStore) and self.encoded.fits(store)):
+        if self.encoded is not None and not self.encoded.fits(store):
             return False
         if reading is None or self.reading is None:
             return reading is self.reading
@@ -103,18 +103,18 @@ class RecordedLayer(SieveLayer):
             return False
         return _same(self.remembered, self._remembered())
 
-    def is_current(self, store: LayerStore) -> bool:
+    def is_current(self, store: LayerMemory) -> bool:
         """Tell that nothing was encoded since `follow`."""
-        return self.encoded is None or (isinstance(store, PackedStore) and self.encoded.is_current(store))
+        return self.encoded is None or self.encoded.is_current(store)
 
-    def follow(self, store: LayerStore, token_index: int) -> None:
+    def follow(self, store: LayerMemory, token_index: int) -> None:
         """Go on with what `store` holds now, in the same buffers; token_index: of the next token in its row."""
         self.store = store
         store.prepare_slots(token_index)
-        if self.encoded is not None and isinstance(store, PackedStore):
+        if self.encoded is not None:
             self.encoded.update(store)
 
-    def knows(self, store: LayerStore) -> bool:
+    def knows(self, store: LayerMemory) -> bool:
         """Tell that a reader knows all entries of the KV rows that it chooses from, and what choosing costs."""
         if self.reading is None:
             return True

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kvsieve.attention import Reading
-from kvsieve.cache import PackedStore
 from kvsieve.core.kv_rows import DeviceLength
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.cache.cache import SieveCache
@@ -161,7 +160,7 @@ def check_plan(session: Session) -> None:
     """Raise Refused for a plan that does on this token what cannot be recorded."""
     evictor, reader = session.plan.evict, session.plan.read
     for layer in session.cache.sieve_layers.values():
-        if isinstance(layer.store, PackedStore) and (reader is not None or layer.view is not None):
+        if layer.store.is_encoded and (reader is not None or layer.view is not None):
             raise Refused("encoded entries are decoded one by one as they are chosen")
     if evictor is not None and evictor.when.steps is not None:
         name = type(evictor).__name__

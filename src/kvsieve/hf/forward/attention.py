@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsieve.cache import LayerStore, PackedStore
+from kvsieve.cache import LayerMemory
 from kvsieve.errors import CacheStateError, UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.latent import LatentLayer
-from kvsieve.hf.cache.layer import StoreLayer, WindowLayer
-from kvsieve.hf.cache.states import CacheLayer, EmptyLayer
+from kvsieve.hf.cache.layer import StoreLayer
+from kvsieve.hf.cache.states import CacheLayer
 from kvsieve.hf.compat import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -81,8 +81,8 @@ def _attend(
     kwargs, cache = dict(kwargs), session.cache
     index, layer = _layer_of(cache, module, key)
     who = f"layer {index} ({type(module).__name__})"
-    own = cache.layers[layer.source] if isinstance(layer, EmptyLayer) and layer.source is not None else layer
-    if isinstance(own, WindowLayer) and kwargs.get("sliding_window") == own.window.span:
+    own = layer if layer.source is None else cache.all_layers[layer.source]
+    if own.window is not None and kwargs.get("sliding_window") == own.window.span:
         del kwargs["sliding_window"]
     for name, extra in kwargs.items():
         # Other arguments of attention (biases, indices ...) would change its result and cannot be dropped;
@@ -113,7 +113,7 @@ def _attend(
         _check_dtype(layer.store, key)
         out = attend_by_chunk(session, index, layer, _heads_together(asked, repeats), key, value)
         out = out if repeats == 1 else out.unflatten(1, (-1, repeats)).transpose(1, 2).flatten(1, 2)
-    elif isinstance(layer, EmptyLayer) and layer.source is not None:
+    elif layer.source is not None:
         out = attend_shared(session, index, layer.source, asked, key)
     else:
         raise UnsupportedModelError(f"{who} attends, and its cache has no entries for it: this is not supported")
@@ -129,12 +129,11 @@ def _one_dtype(asked: Asked, key: Tensor, value: Tensor) -> tuple[Asked, Tensor,
     return replace(asked, query=asked.query.to(dtype)), key.to(dtype), value.to(dtype)
 
 
-def _check_dtype(store: LayerStore, key: Tensor) -> None:
+def _check_dtype(store: LayerMemory, key: Tensor) -> None:
     """Raise CacheStateError where a store holds keys of another dtype than new ones have."""
-    exact = store.exact if isinstance(store, PackedStore) else store
-    if not exact.is_empty and exact.buffers()[0].dtype != key.dtype:
+    if not store.is_empty and store.dtype != key.dtype:
         raise CacheStateError(
-            f"the cache holds keys in {exact.buffers()[0].dtype}, and this pass makes them in {key.dtype}: go on with "
+            f"the cache holds keys in {store.dtype}, and this pass makes them in {key.dtype}: go on with "
             "it under torch.autocast where it was begun under it, and without where it was not, or start a new cache"
         )
 

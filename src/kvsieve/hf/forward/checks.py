@@ -6,7 +6,6 @@ import warnings
 
 from torch import Tensor
 
-from kvsieve.cache import PackedStore
 from kvsieve.errors import CacheStateError, InputError, KvsieveWarning, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.records import Turn
@@ -68,7 +67,7 @@ def _check_ends(plan: Plan, cache: SieveCache) -> None:
         why = f"{plan.name} has evicted for the padding behind them"
     elif cache.forgets:
         why = "the model's recurrent or sliding-window layers have read the padding behind them"
-    elif any(isinstance(layer.store, PackedStore) for layer in cache.sieve_layers.values()):
+    elif any(layer.store.is_encoded for layer in cache.sieve_layers.values()):
         why = "entries were encoded while the padding behind them was read"
     if why is not None:
         raise CacheStateError(

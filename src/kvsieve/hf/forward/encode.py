@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from kvsieve.cache import PackedStore
-from kvsieve.cache.keep import decoded
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import SieveLayer
 from kvsieve.plans import Plan
@@ -21,8 +19,8 @@ def decode_before(plan: Plan, layer: SieveLayer) -> None:
 
     They are few, since it has reduced them before.
     """
-    if isinstance(layer.store, PackedStore) and plan.rest is None and _chooses_late(plan):
-        layer.store = decoded(layer.store)
+    if layer.store.is_encoded and plan.rest is None and _chooses_late(plan):
+        layer.store = layer.store.padded()
 
 
 def encode_after(plan: Plan, cache: SieveCache, index: int, step: Step, *, reduced: bool) -> None:

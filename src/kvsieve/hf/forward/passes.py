@@ -15,7 +15,6 @@ from torch import Tensor
 from kvsieve.core.checks import look
 from kvsieve.errors import InputError, UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.forward.checks import check_fits, check_needs_no_driver, check_step, warn_of_few
 from kvsieve.hf.forward.compact import columns_of, has_holes
 from kvsieve.hf.forward.own_generate import note_cache
@@ -218,7 +217,7 @@ def _commit(session: Session, *, finished: bool) -> None:
 def _check_states(cache: SieveCache) -> None:
     """Raise UnsupportedModelError where a pass left a recurrent layer without state: it is where nothing copies it."""
     for index, layer in enumerate(cache.all_layers):
-        if isinstance(layer, StateLayer) and next(layer.state_tensors(), None) is None:
+        if layer.has_state and next(layer.state_tensors(), None) is None:
             raise UnsupportedModelError(
                 f"layer {index} is recurrent and keeps its state outside the cache, where it cannot be copied: this "
                 "architecture is not supported"

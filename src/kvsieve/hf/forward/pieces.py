@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
+from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.forward.request import Asked
 from kvsieve.hf.forward.session import Session
 from kvsieve.plans import Plan
@@ -56,7 +56,7 @@ def joins_chunks(plan: Plan, cache: SieveCache, mask: Tensor | None) -> bool:
     """
     acts = plan.prefill is not None or plan.codec is not None or plan.probes
     acts = acts or (plan.evict is not None and (plan.evict.when.chunks or plan.evict.when.observes))
-    kinds = all(isinstance(layer, SieveLayer | WindowLayer) for layer in cache.layers)
+    kinds = all(layer.memory is not None for layer in cache.all_layers)
     return kinds and not acts and not cache.producers and (mask is None or bool(mask.all()))
 
 

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.cache.states import CacheLayer, StateLayer
+from kvsieve.hf.cache.states import CacheLayer, stacked_states
 from kvsieve.hf.compat import Cache
 from kvsieve.hf.forward.session import Session
 
@@ -50,11 +49,11 @@ class RowsCache(Cache):
 
     def give_states_back(self) -> None:
         """Let every row have the recurrent states that the pass has left."""
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, StateLayer):
+        layers: list[Any] = self.layers
+        for index, layer in enumerate(layers):
+            if layer.has_state:
                 for row, cache in enumerate(self.caches):
-                    own = cache.all_layers[index]
-                    assert isinstance(own, StateLayer)
+                    own: Any = cache.all_layers[index]
                     joint = layer.states().items()
                     own.set_states({name: {at: _row(part, row) for at, part in parts.items()} for name, parts in joint})
 
@@ -66,16 +65,11 @@ def _row(part: Any, row: int) -> Any:
 def _joined(layers: Sequence[CacheLayer]) -> CacheLayer:
     """Return what transformers sees of one layer: states of all rows, and else the first row's, for its kind."""
     first = layers[0]
-    if not isinstance(first, StateLayer):
+    if not first.has_state:
         return first
-    every = [layer.states() for layer in layers if isinstance(layer, StateLayer)]
-    out = first.fork(share=True)
-    out.set_states({name: {at: _cat([each[name][at] for each in every]) for at in every[0][name]} for name in every[0]})
+    out: Any = first.fork(share=True)
+    out.set_states(stacked_states(layers))
     return out
-
-
-def _cat(parts: list[Any]) -> Any:
-    return torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]
 
 
 @dataclass

@@ -14,7 +14,6 @@ from kvsieve.core.checks import Value, gathered, look
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
-from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.forward.compact import columns_of
 from kvsieve.hf.forward.drafted import choose_drafted
 from kvsieve.hf.forward.encode import decode_before, encode_after
@@ -294,6 +293,6 @@ class Session:
         if not self.moved:
             return given
         given = self.arguments.deeper(given)
-        if isinstance(self.cache.layers[index], StateLayer):
+        if self.cache.all_layers[index].has_state:
             self.tokens.mask_states(given, names)
         return given

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from kvsieve.attention import AttentionRequest, ChosenBlocks, DenseEntries, LatentQueries, Latents, attend, explain
 from kvsieve.attention.dense import real_entries
-from kvsieve.cache import LayerStore
+from kvsieve.cache import LayerMemory
 from kvsieve.core.blocks import BlockGrid, PromptContext
 from kvsieve.core.checks import tell
 from kvsieve.core.softmax import cap
@@ -31,7 +31,7 @@ def attend_stored(
     step: Step,
     where: tuple[int, int],
     asked: AttentionQueries,
-    store: LayerStore,
+    store: LayerMemory,
 ) -> Tensor:
     """Attention of a pass's tokens, the last ones stored, over all that is stored, or over what a role chooses of it.
 
@@ -73,7 +73,7 @@ def attend_stored(
     return out
 
 
-def _densely(record: PromptBlocks, index: int, asked: AttentionQueries, store: LayerStore) -> Tensor:
+def _densely(record: PromptBlocks, index: int, asked: AttentionQueries, store: LayerMemory) -> Tensor:
     """Attention over all that a layer stores."""
     request: AttentionRequest[Any, None]
     if not isinstance(asked, LatentQueries):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from kvsieve.core.kv_rows import ReadFacts
 from kvsieve.types import AttentionQueries
 
 if TYPE_CHECKING:
-    from kvsieve.cache import LayerStore
+    from kvsieve.cache import LayerMemory
     from kvsieve.hf.cache.cache import SieveCache
     from kvsieve.hf.cache.counts import Reads
     from kvsieve.hf.cache.layer import SieveLayer
@@ -54,16 +54,16 @@ def read_token(
     return out
 
 
-def stored_entries(store: LayerStore) -> DenseEntries | FlatEntries | EncodedEntries:
+def stored_entries(store: LayerMemory) -> DenseEntries | FlatEntries | EncodedEntries:
     """All that a store holds, as one token attends to it."""
-    if isinstance(store, PackedStore):
-        return EncodedEntries(store)
-    if isinstance(store, RaggedStore):
-        return FlatEntries(*store.flat)
+    if store.is_encoded:
+        return EncodedEntries(cast(PackedStore, store))
+    if store.is_ragged:
+        return FlatEntries(*cast(RaggedStore, store).flat)
     return DenseEntries(store.keys, store.values, store.valid)
 
 
-def count(reading: Reading, store: LayerStore, reads: Reads) -> None:
+def count(reading: Reading, store: LayerMemory, reads: Reads) -> None:
     """Count what a token has read, the entries stored now: chosen ones are as many as ever, estimates cost more.
 
     What is remembered of the KV rows has taken in all entries by now, also those stored before it was made.
@@ -106,7 +106,7 @@ def reading_of(
     return known.reading
 
 
-def count_all(store: LayerStore, reads: Reads) -> None:
+def count_all(store: LayerMemory, reads: Reads) -> None:
     """Count a token that has read everything that is stored now."""
     rows = len(store.lengths)
     reads.read(rows * store.size * (1 if store.is_ragged else store.heads), store.entry_size())
@@ -140,7 +140,7 @@ class _Known:
         self.key, self.view, self.grouped = key, view, grouped
         self.reading: Reading | None = None
 
-    def drop_last(self, store: LayerStore) -> bool:
+    def drop_last(self, store: LayerMemory) -> bool:
         return self.grouped.drop_last(store)
 
     def all_tensors(self) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsieve.cache.base import tensors_in
+from kvsieve.cache.tensors import tensors_in
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.types import Selection
 

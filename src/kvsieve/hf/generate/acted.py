@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvsieve.cache import PackedStore
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.records import TurnRecord
 from kvsieve.plans import Plan
@@ -28,7 +27,7 @@ def what_ran(plan: Plan, cache: SieveCache) -> tuple[bool, list[str]]:
         notes.append(
             "the prompt was read in full: it, or each pass over it, is too short to skip blocks, or all were chosen"
         )
-    if plan.codec is not None and not any(isinstance(each.store, PackedStore) for each in cache.sieve_layers.values()):
+    if plan.codec is not None and not any(layer.store.is_encoded for layer in cache.sieve_layers.values()):
         notes.append(
             f"nothing was encoded: the newest entries stay exact, and the others do not fill a block of "
             f"{plan.codec.block}"
@@ -91,7 +90,7 @@ def codec_text(plan: Plan, cache: SieveCache) -> str | None:
     codec = plan.codec
     if codec is None:
         return None
-    stores = [layer.store for layer in cache.sieve_layers.values() if isinstance(layer.store, PackedStore)]
+    stores = [layer.store for layer in cache.sieve_layers.values() if layer.store.is_encoded]
     if not stores:
         return f"{type(codec).__name__}, nothing encoded yet"
     dims = stores[0].dims

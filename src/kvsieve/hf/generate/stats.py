@@ -6,12 +6,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvsieve.attention.paged import compile_seconds
-from kvsieve.cache.base import storage_bytes
+from kvsieve.cache.tensors import storage_bytes
 from kvsieve.display import html_table, mebibytes, percent
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.counts import Passes, Reads
-from kvsieve.hf.cache.layer import StoreLayer
-from kvsieve.hf.cache.states import EmptyLayer, StateLayer
 from kvsieve.hf.decode.engine import Engine
 from kvsieve.hf.generate.acted import codec_text, entries_after_prompt, executors_of, prompt_blocks, what_ran
 from kvsieve.hf.kinds import describe_kinds
@@ -268,7 +266,7 @@ def _traffic(cache: SieveCache) -> Traffic | None:
     if not reads.tokens or not layers:
         return None
     tokens = reads.tokens * cache.conversation.batch
-    shared = [layer.source for layer in cache.all_layers if isinstance(layer, EmptyLayer) and layer.source in layers]
+    shared = [layer.source for layer in cache.all_layers if layer.source in layers]
     heads = sum(layers[index].store.heads for index in [*layers, *shared] if index is not None)
     entries = reads.entries / (tokens * heads)
     each = reads.entry_bytes / reads.entries
@@ -284,9 +282,8 @@ def _traffic(cache: SieveCache) -> Traffic | None:
 
 
 def _storage(cache: SieveCache) -> Storage:
-    held = sum(layer.store.entry_bytes() for layer in cache.all_layers if isinstance(layer, StoreLayer))
-    layers = [layer for layer in cache.all_layers if isinstance(layer, StateLayer)]
-    states = storage_bytes(part for layer in layers for part in layer.state_tensors())
+    held = sum(layer.memory.entry_bytes() for layer in cache.all_layers if layer.memory is not None)
+    states = storage_bytes(part for layer in cache.all_layers for part in layer.state_tensors())
     entries = [layer.store.entries for layer in cache.sieve_layers.values()]
     return Storage(
         entries=round(sum(entries) / max(len(entries), 1), 2),

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvsieve.budget import Budget
-from kvsieve.cache.base import window_room
-from kvsieve.cache.ragged import LANES
+from kvsieve.cache.contract import window_room
+from kvsieve.cache.lanes import LANES
 from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.hf.model.shapes import LayerShape, layer_shapes, meta_model
 from kvsieve.plans import Plan

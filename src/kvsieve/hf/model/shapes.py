@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvsieve.cache.base import tensors_in
+from kvsieve.cache.tensors import tensors_in
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.compat import AttentionInterface, DynamicCache, cache_argument, decoder_of, layers_of, text_config
 from kvsieve.hf.kinds import layer_kinds

@@ -10,14 +10,12 @@ from torch import Tensor
 
 from kvsieve.attention import Window
 from kvsieve.cache import View
-from kvsieve.cache.parts import store_parts
 from kvsieve.errors import CacheFileError
 from kvsieve.hf.cache.counts import Passes, PromptBlocks, Reads
-from kvsieve.hf.cache.layer import StoreLayer, WindowLayer
 from kvsieve.hf.cache.records import Conversation, PropagatedTokens, Turn, TurnRecord
 from kvsieve.hf.cache.row_ends import RowEnds
 from kvsieve.hf.cache.short_prompt import ShortPrompt
-from kvsieve.hf.cache.states import CacheLayer, StateLayer
+from kvsieve.hf.cache.states import CacheLayer
 from kvsieve.hf.persist.cache_file import DTYPES
 from kvsieve.plans import Plan
 from kvsieve.protection import ProtectedTokens
@@ -39,13 +37,6 @@ _RECORDS: dict[str, Any] = {
         Window,
     )
 }
-
-
-def layer_fields(layer: StoreLayer) -> tuple[str, ...]:
-    """Name what is written of a layer beside its store."""
-    if isinstance(layer, WindowLayer):
-        return "window", "holes", "num_seen"
-    return "state", "view", "num_seen"
 
 
 class Packer:
@@ -130,10 +121,10 @@ def unpacked(value: Any, tensors: dict[str, Tensor], device: torch.device, readi
 def packed_layer(layer: CacheLayer, index: int) -> dict[str, Any]:
     """Put one layer as JSON has it, and under "tensors" what it holds."""
     parts: dict[str, Any] = {"kind": type(layer).__name__}
-    if isinstance(layer, StoreLayer):
-        parts |= store_parts(layer.store)
-        parts |= {name: vars(layer)[name] for name in layer_fields(layer)}
-    if isinstance(layer, StateLayer):
+    if layer.memory is not None:
+        parts |= layer.memory.parts()
+    parts |= {name: vars(layer)[name] for name in layer.saved}
+    if layer.has_state:
         parts["states"] = layer.states()
     keys = parts.get("exact", parts).get("keys")
     pack = Packer(None if keys is None else keys.device)

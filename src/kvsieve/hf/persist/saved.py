@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsieve.cache.parts import store_of
+from kvsieve.cache.parts import from_parts
 from kvsieve.errors import CacheFileError, CacheStateError, InputError, KvsieveError, short
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.cache.layer import StoreLayer, WindowLayer
 from kvsieve.hf.cache.records import Conversation, Turn
-from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.persist.cache_file import (
     FORMAT,
     MARK,
@@ -34,7 +32,7 @@ from kvsieve.hf.persist.cache_file import (
     write,
 )
 from kvsieve.hf.persist.identity import as_json, check_model, check_plan, model_identity, vocabulary_hash
-from kvsieve.hf.persist.packing import Packer, layer_fields, packed_layer, unpacked
+from kvsieve.hf.persist.packing import Packer, packed_layer, unpacked
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.plans import Plan
 from kvsieve.roles import ChunkedEvictor
@@ -247,13 +245,13 @@ def made_cache(header: dict[str, Any], tensors: dict[str, Tensor], model: Attach
         parts = {name: unpacked(part, tensors, where, reading) for name, part in packed.items()}
         if parts["kind"] != type(layer).__name__:
             raise ValueError(f"layer {index} is a {parts['kind']} there, a {type(layer).__name__} here")
-        if isinstance(layer, WindowLayer) and parts["window"] != layer.window:
+        if layer.window is not None and parts["window"] != layer.window:
             raise ValueError(f"layer {index} has another window there, {parts['window']}, than here, {layer.window}")
-        if isinstance(layer, StoreLayer):
-            layer.store = store_of(parts, model.plan.codec, model.plan.rest)
-            for name in layer_fields(layer):
-                setattr(layer, name, parts[name])
-        if isinstance(layer, StateLayer):
+        if layer.memory is not None:
+            layer.store = from_parts(parts, model.plan.codec, model.plan.rest)
+        for name in layer.saved:
+            setattr(layer, name, parts[name])
+        if layer.has_state:
             layer.set_states(parts["states"])
     return Saved(cache, unpacked(header["ids"], tensors, device, reading), header["extra"])
 

@@ -1,0 +1,144 @@
+"""Memory whose entries lie in growing buffers, of which the first slots are in use."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kvsieve.cache.columns import Columns
+from kvsieve.cache.contract import LayerMemory, View
+from kvsieve.cache.tensors import storage_bytes
+from kvsieve.core.kv_rows import SlotRows
+
+
+class BufferedMemory(LayerMemory):
+    """Exact entries in buffers; subclasses define how the slots are laid out.
+
+    Attributes:
+        size: slots in use.
+        columns: the buffers.
+        shared: slots that a copy on the same buffers may still hold; never written to.
+    """
+
+    size = 0
+
+    def __init__(self, columns: Columns | None = None, size: int = 0, lengths: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.columns = Columns() if columns is None else columns
+        self.size, self.lengths = size, lengths
+        self.shared = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.columns.parts
+
+    @property
+    def valid_buffer(self) -> Tensor | None:
+        """Mask of real entries among all slots; None while every entry is real."""
+        return self.columns.parts.get("valid")
+
+    @property
+    def value_buffer(self) -> Tensor:
+        """Buffer that the values lie in, as the keys do in theirs, slots that are not used included."""
+        return self.buffers()[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.buffers()[0].dtype
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        keys, values, _ = self.buffers()
+        return keys.shape[-1], values.shape[-1]
+
+    @property
+    def capacity(self) -> int:
+        return self.buffers()[0].shape[-2]
+
+    @property
+    def has_room(self) -> bool:
+        return self.shared <= self.size <= self.capacity - self.stride
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return (*self.buffers(), self.valid_buffer)
+
+    def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
+        parts = self.columns.parts
+        if not parts:
+            raise RuntimeError("this layer stores nothing yet: run a forward pass with its cache first")
+        return parts["keys"], parts["values"], parts["index"]
+
+    def slot_rows(self) -> tuple[SlotRows, SlotRows]:
+        return self.buffers()[0].flatten(0, -2), self.value_buffer.flatten(0, -2)
+
+    def view(self, slots: Tensor, real: Tensor | None) -> View:
+        return View(slots, real, self.size)
+
+    def entry_size(self) -> int:
+        keys, values, _ = self.buffers()
+        return (keys.shape[-1] + values.shape[-1]) * keys.element_size()
+
+    def entry_bytes(self) -> int:
+        return 0 if self.is_empty else storage_bytes(self.buffers()[:2])
+
+    def all_tensors(self) -> Iterator[Tensor]:
+        yield from self.columns
+        for part in self.derived.values():
+            yield from part.all_tensors()
+
+    def make_room(self, tokens: int) -> None:
+        if not self._has_room(self.size + tokens * self.stride):
+            self._resize(self.size + tokens * self.stride)
+
+    def _has_room(self, end: int) -> bool:
+        """True where slots up to `end` may be written to in these buffers."""
+        return self.shared <= self.size and end <= self.capacity
+
+    def _resize(self, capacity: int) -> None:
+        self.columns, self.shared = self.columns.grown(self.size, capacity), 0
+
+    def advance_host_length(self) -> None:
+        self.size += self.stride
+        super().advance_host_length()
+
+    def _count_new(self, batch: int, new: int, valid: Tensor | None, counts: Sequence[int] | None) -> Sequence[int]:
+        """Count `new` tokens of each row, those that `valid` says are real; return how many were."""
+        if counts is None:
+            counts = (new,) * batch if valid is None else valid.sum(-1).tolist()
+        if valid is not None:
+            self.derived = {}
+        before = self.lengths or (0,) * batch
+        self.lengths = tuple(old + count for old, count in zip(before, counts, strict=True))
+        return counts
+
+    def reorder(self, rows: Tensor) -> None:
+        self.apply(lambda buffer: buffer.index_select(0, rows.to(buffer.device)))
+        if len(set(self.lengths)) > 1 or len(self.lengths) != len(rows):
+            self.lengths = tuple(self.lengths[row] for row in rows.tolist())
+
+    def share(self) -> Self:
+        self.shared = max(self.shared, self.size)
+        other = copy.copy(self)
+        other.derived = {}
+        return other
+
+    def clone(self) -> Self:
+        other = copy.copy(self)
+        other.apply(Tensor.clone)
+        return other
+
+    def apply(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Change all buffers alike, into ones that nobody shares."""
+        self.columns = self.columns.map(change)
+        self.shared, self.derived = 0, {}
+
+
+def last_tokens(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Tell which of the newest tokens are the last `counts` ones of each row: bool [B, most]."""
+    most = max(counts)
+    return (torch.arange(most) >= most - torch.tensor(counts)[:, None]).to(device)

@@ -1,0 +1,103 @@
+"""Columns of a memory: keys, values and facts of its entries, in buffers of equally many slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kvsieve.cache.tensors import grown
+from kvsieve.core.selection import entries_at
+
+VECTORS = ("keys", "values")
+
+
+def slot_dim(name: str) -> int:
+    """Dimension of a column's slots."""
+    return -2 if name in VECTORS else -1
+
+
+class Columns:
+    """Buffers by name: vectors "keys" and "values" are [..., slots, D], facts of entries are [..., slots].
+
+    Facts are "index", the token index, and "valid", which entries are real; absent ones hold for all entries. A further
+    fact is a further name: all that is done to entries is written here once.
+    """
+
+    def __init__(self, **parts: Tensor) -> None:
+        self.parts = parts
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.parts[name]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.parts.values())
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Columns changed one by one."""
+        return type(self)(**{name: change(part) for name, part in self.parts.items()})
+
+    def used(self, size: int) -> dict[str, Tensor]:
+        """Views of the first `size` slots, by name."""
+        return {name: part.narrow(slot_dim(name), 0, size) for name, part in self.parts.items()}
+
+    def grown(self, size: int, capacity: int) -> Self:
+        """Copy of the first `size` slots with room for `capacity`."""
+        return type(self)(**{name: grown(part, slot_dim(name), size, capacity) for name, part in self.parts.items()})
+
+    def moved(self, start: int, size: int, capacity: int) -> Self:
+        """Copy of slots `start` to `size`, moved to the front, with room for `capacity`."""
+        rest = {name: part.narrow(slot_dim(name), start, size - start) for name, part in self.parts.items()}
+        return type(self)(**rest).grown(size - start, capacity)
+
+    def including(self, **parts: Tensor) -> Self:
+        """Columns with other ones, or others in place of these."""
+        return type(self)(**{**self.parts, **parts})
+
+    def without(self, name: str) -> Self:
+        """Columns but for one."""
+        return type(self)(**{other: part for other, part in self.parts.items() if other != name})
+
+    def taken(self, size: int, slots: Tensor, capacity: int, *, in_place: bool) -> Self:
+        """Slots [B, H', K] of the first `size`, H' a multiple of H, at the front of `capacity` slots.
+
+        in_place: in these very buffers, which have as many.
+        """
+        kept, made = slots.shape[2], {}
+        for name, part in self.used(size).items():
+            copies = slots.shape[1] // part.shape[1]
+            source = part if copies == 1 else part.repeat_interleave(copies, 1)
+            to = self.parts[name] if in_place else part.new_empty((*slots.shape[:2], capacity, *part.shape[3:]))
+            to[:, :, :kept] = entries_at(source, slots)
+            made[name] = to
+        return type(self)(**made)
+
+    @staticmethod
+    def stacked(several: Sequence[Columns], sizes: Sequence[int], room: int) -> Columns:
+        """Rows of several [B, H, slots, ...] below each other: filler, the used slots of each, then `room`.
+
+        sizes: used slots of each.
+        """
+        size, rows = max(sizes), sum(len(each["keys"]) for each in several)
+        if min(sizes) < size or any("valid" in each.parts for each in several):
+            several = [each.with_valid() for each in several]
+        out = {}
+        for name in several[0].parts:
+            parts = [each[name] for each in several]
+            shape = rows, max(part.shape[1] for part in parts), size + room, *parts[0].shape[3:]
+            joined = parts[0].new_full(shape, -1 if name == "index" else 0)
+            row = 0
+            for part, used in zip(parts, sizes, strict=True):
+                joined[row : row + len(part), :, size - used : size] = part[:, :, :used]
+                row += len(part)
+            out[name] = joined
+        return Columns(**out)
+
+    def with_valid(self, heads: int = 1) -> Self:
+        """Columns of [B, H, slots, ...] with "valid": these, or with every entry of `heads` heads real."""
+        if "valid" in self.parts:
+            return self
+        index = self.parts["index"]
+        return self.including(valid=torch.ones_like(index[:, :heads], dtype=torch.bool))

@@ -1,0 +1,287 @@
+"""Contract of the memories: how entries of one layer are stored, reduced, taken back, copied and written to files."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from kvsieve.cache.tensors import storage_bytes
+from kvsieve.core.kv_rows import SlotRows
+from kvsieve.errors import CacheStateError
+
+MIN_ROOM = 64
+
+
+@dataclass(frozen=True)
+class View:
+    """Part of a memory that is read in this turn, besides what is stored after it.
+
+    Attributes:
+        slots: int64 [B, H', K]; H' is the number of stored heads or a multiple of it. Of entries that are partly
+            encoded, numbers of real entries, since slots change when more are.
+        real: bool, the shape of `slots` or [B, 1, K], False for filler; None when all are real.
+        end: entries that were stored when the view was chosen.
+    """
+
+    slots: Tensor
+    real: Tensor | None
+    end: int
+
+    def rows(self, rows: Tensor) -> View:
+        """View with row ``rows[i]`` of this one as row i."""
+        slots, real = (None if part is None else part[rows.to(part.device)] for part in (self.slots, self.real))
+        return View(slots, real, self.end)  # type: ignore[arg-type]
+
+
+class Derived(Protocol):
+    """Metadata computed from a memory's entries."""
+
+    def all_tensors(self) -> Iterator[Tensor]:
+        """Every tensor held."""
+        ...
+
+    def drop_last(self, store: Any) -> bool:
+        """Forget the entries that `store` has just taken back, as many in each row; False where all must be redone."""
+        ...
+
+
+class LayerMemory(ABC):
+    """Entries of one layer: one per token and stored KV head, less those dropped.
+
+    B rows, H stored heads, D channels of a key, Dv of a value. Entries lie in slots in the order of their tokens;
+    padding and filler have slots too.
+
+    Attributes:
+        lengths: real entries of each row, of its fullest head.
+        derived: metadata that others have computed from the entries; emptied whenever entries change other than by
+            appending or taking back what was appended.
+        is_ragged: KV heads keep different numbers of entries.
+        is_encoded: older entries are encoded in few bits.
+    """
+
+    is_ragged = False
+    is_encoded = False
+
+    def __init__(self) -> None:
+        self.lengths: tuple[int, ...] = ()
+        self.derived: dict[str, Derived] = {}
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Slots in use."""
+
+    @property
+    @abstractmethod
+    def is_empty(self) -> bool:
+        """True before the first entries are stored."""
+
+    @property
+    @abstractmethod
+    def heads(self) -> int:
+        """KV heads stored; more than the model has after a per-query-head selection."""
+
+    @property
+    @abstractmethod
+    def keys(self) -> Tensor:
+        """[B, H, N, D], N the slots of a head; a view where possible."""
+
+    @property
+    @abstractmethod
+    def values(self) -> Tensor:
+        """[B, H, N, Dv], as `keys`."""
+
+    @property
+    @abstractmethod
+    def index(self) -> Tensor:
+        """int32 [B, H, N], token index of each entry in its row as fed (padding counted), -1 for filler."""
+
+    @property
+    @abstractmethod
+    def valid(self) -> Tensor | None:
+        """bool [B, H or 1, N], False for padding and filler; None while every entry is real."""
+
+    @property
+    @abstractmethod
+    def dims(self) -> tuple[int, int]:
+        """D and Dv."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Dtype of keys and values as they are read."""
+
+    @property
+    def entries(self) -> int:
+        """Real entries per KV head of the fullest row; the mean where heads differ, rounded up."""
+        return max(self.lengths, default=0)
+
+    @abstractmethod
+    def append(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        token_index: Tensor,
+        valid: Tensor | None = None,
+        counts: tuple[int, ...] | None = None,
+        reserve: int = 0,
+    ) -> None:
+        """Store new entries at the end.
+
+        Args:
+            keys: [B, H, L, D].
+            values: [B, H, L, Dv].
+            token_index: int [1 or B, L], index of each token in its row as fed, padding counted.
+            valid: bool [B, L], False for padding; None when all are real.
+            counts: real tokens per row, if `valid` is given and they are known; None counts them.
+            reserve: tokens to leave room for when the buffers must grow.
+        """
+
+    @property
+    @abstractmethod
+    def droppable(self) -> int:
+        """Newest tokens that `drop_last` can take back: those stored since entries were last dropped or encoded."""
+
+    def drop_last(self, counts: Sequence[int]) -> None:
+        """Take back the newest tokens of each row, as if they had never been stored.
+
+        A row that takes back more tokens than another has padding in the slots that the other one keeps.
+
+        Args:
+            counts: tokens of each row, padding among them counted.
+
+        Raises:
+            CacheStateError: more than `droppable`.
+        """
+        least, most = min(counts), max(counts)
+        if most > self.droppable:
+            raise CacheStateError(
+                f"{most} tokens are to be taken back, and only {self.droppable} were stored since entries were last "
+                "dropped or encoded: take tokens back before the plan acts on what is stored"
+            )
+        if most:
+            dropped = self._take_back(counts, least, most)
+            self.lengths = tuple(length - count for length, count in zip(self.lengths, dropped, strict=True))
+            kept = self.derived.items() if least == most else ()
+            self.derived = {name: part for name, part in kept if part.drop_last(self)}
+
+    @abstractmethod
+    def _take_back(self, counts: Sequence[int], least: int, most: int) -> tuple[int, ...]:
+        """Take back `counts` tokens, of `least` to `most`; return how many of each row were real."""
+
+    @abstractmethod
+    def remask(self, mask: Tensor) -> None:
+        """Apply a changed attention mask to the stored entries; mask: bool [B, tokens fed]."""
+
+    @abstractmethod
+    def reorder(self, rows: Tensor) -> None:
+        """Make row i a copy of row ``rows[i]`` (int64 [B']): beam search, repetition and row selection."""
+
+    @abstractmethod
+    def share(self) -> Self:
+        """Copy on the same buffers, valid while only one of the two appends; what either drops, the other keeps."""
+
+    @abstractmethod
+    def clone(self) -> Self:
+        """Copy that shares no memory with this one."""
+
+    @abstractmethod
+    def padded(self) -> LayerMemory:
+        """Return a memory of the same slots with equally many exact entries per head: itself where it has them."""
+
+    @abstractmethod
+    def parts(self) -> dict[str, Any]:
+        """Return what is stored as named tensors and numbers, for files; see `cache.parts.from_parts`."""
+
+    @abstractmethod
+    def view(self, slots: Tensor, real: Tensor | None) -> View:
+        """Make a view of slots [B, H', K]. real: bool, False for filler; None when all are real."""
+
+    @abstractmethod
+    def slot_rows(self) -> tuple[SlotRows, SlotRows]:
+        """Keys and values with all slots of all KV rows as rows: [B * H * capacity, D]."""
+
+    @abstractmethod
+    def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and token indices with all slots, used or not; RuntimeError where there are none."""
+
+    @abstractmethod
+    def entry_size(self) -> int:
+        """Bytes of an entry's key and value; the mean where they differ."""
+
+    @abstractmethod
+    def entry_bytes(self) -> int:
+        """Bytes of keys and values, room for further entries included."""
+
+    @abstractmethod
+    def all_tensors(self) -> Iterator[Tensor]:
+        """Every tensor held: keys, values, token indices, the mask of real entries, and derived metadata."""
+
+    def nbytes(self) -> int:
+        """Bytes of all tensors held, including room for further entries and derived metadata."""
+        return storage_bytes(self.all_tensors())
+
+    # What follows is for passes of fixed shapes, which write a token's entry on the device.
+
+    @property
+    def stride(self) -> int:
+        """Slots that a new token takes."""
+        return 1
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """Slots there are, used or not."""
+
+    @property
+    def next_slot(self) -> int:
+        """First slot of the buffers that `put` writes to that is not in use."""
+        return self.size
+
+    @property
+    @abstractmethod
+    def has_room(self) -> bool:
+        """True where these buffers have room for a token."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Tensors that `put` and reading touch: buffers of keys, values and index, and the mask of real entries."""
+
+    @abstractmethod
+    def make_room(self, tokens: int) -> None:
+        """Allocate slots for `tokens` further tokens; buffers that have them stay the same objects."""
+
+    @abstractmethod
+    def prepare_slots(self, token_index: int) -> None:
+        """Write ahead, in all slots not in use, what `put` leaves out; the tokens to come are real.
+
+        Args:
+            token_index: token index of the next token in its row.
+        """
+
+    @abstractmethod
+    def put(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Write the entries of one token to prepared slots.
+
+        Touches the buffers only and reads nothing back from the device; call `advance_host_length` afterwards.
+
+        Args:
+            keys: [B, H, 1, D].
+            values: [B, H, 1, Dv].
+            slots: int64, one per slot that the token takes, prepared by `prepare_slots`.
+        """
+
+    def advance_host_length(self) -> None:
+        """Count on the host that a token has been `put` behind the last one, in every row."""
+        self.lengths = tuple(length + 1 for length in self.lengths)
+
+
+def window_room(span: int) -> int:
+    """Slots beyond those in use of a layer that holds a window of `span` tokens."""
+    return max(1, min(MIN_ROOM, span // 4))
