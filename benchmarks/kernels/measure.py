@@ -46,8 +46,8 @@ def check(device: torch.device) -> list[dict[str, Any]]:
 def measure(device: torch.device) -> dict[str, Any]:
     """The rate of a copy, and for every task of `large` milliseconds by kernel and in plain torch and the rate's share.
 
-    Window masses also as a share of what their layer takes to read the prompt, and sparse prompts as one of torch's
-    attention over all blocks.
+    Window masses also as a share of their layer's prefill, and sparse prompts as one of torch's attention over all
+    blocks.
     """
     shape = Shape(**LLAMA, device=device, dtype=torch.bfloat16)
     copied = _copy_rate(device)
@@ -92,7 +92,7 @@ def _bound(run: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Callable[
 
 
 def _milliseconds(runs: list[Callable[[], Tensor]]) -> float:
-    """Of one run: the median over replays of a graph of them all."""
+    """Return the time of one run: the median over replays of a graph of them all."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for run in runs[:2]:

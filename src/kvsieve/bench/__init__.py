@@ -1,1 +1,1 @@
-"""Measuring speed and memory: kvsieve, plain transformers and kvpress side by side, and estimates without running."""
+"""Benchmarks of speed and memory: kvsieve, plain transformers and kvpress side by side, and estimates."""

@@ -1,4 +1,4 @@
-"""Contenders side by side: rounds in rotating order, medians and spread, ratios within a round, and the limit."""
+"""Comparison of contenders: rounds in rotating order, medians and spread, ratios within a round, and the limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvsieve.bench.work import Work
 Samples = dict[str, list[dict[str, Any]]]
 Tell = Callable[[str], None]
 
-# Of one prompt, or of the batch where there is one; and beside a batch, of its rows one by one.
+# Of one prompt or of the batch; with a batch, also of its rows one by one.
 METRICS = (
     "ttft_s",
     "tpot_s",
@@ -37,7 +37,7 @@ GAINS = ("decode_gain", "gain")
 
 @dataclass(frozen=True)
 class Limits:
-    """Inputs of the limits. rates: measured in this run. element_bytes: of a weight, and of a key's."""
+    """Inputs of the limits. rates: measured in this run. element_bytes: of a weight, and of a key's number."""
 
     geometry: Geometry
     rates: Rates
@@ -55,14 +55,14 @@ def run_length(
     filler: int = 0,
     tell: Tell = lambda text: None,
 ) -> Iterator[dict[str, Any]]:
-    """Measure all contenders on the same prompts: a warm-up round in which work is counted, then `rounds` that count.
+    """Measure all contenders on the same prompts: a warm-up round that counts work, then `rounds` timed ones.
 
-    rows: prompts of one row each, which are measured as one left-padded batch too, filled with the token `filler`; or
-    a single prompt, of any number of rows.
-    limits: None leaves limits and counted work out. tell: progress callback.
+    rows: prompts of one row each, also measured as one left-padded batch, filled with the token `filler`; or a single
+    prompt of any number of rows.
+    limits: None omits limits and counted work. tell: called with progress.
 
-    Yields after each round, JSON-ready, `prompt_tokens` per row, `samples` per contender and round so far, the counted
-    `work`, and the `summary` of both.
+    Returns, JSON-ready, `prompt_tokens` per row, `samples` per contender and round, the counted `work`, and the
+    `summary` of both.
     """
     batch = left_padded(rows, filler)
     counted: dict[str, dict[str, Any]] = {}
@@ -88,7 +88,7 @@ def run_length(
 
 
 def _counted(contender: Contender, prompt: TokensPrompt, new_tokens: int, model: Any, limits: Limits) -> dict[str, Any]:
-    """Count the work of a run, and where its time goes; the latter not in passes that are compiled or recorded."""
+    """Count the work of a run and the time by part; the latter not for compiled or recorded passes."""
     decode = contender.describe().get("decode")
     spending = None if decode in ("compile", "graph") or model.device.type == "cuda" else Spending(model)
     work = Work(model, limits.geometry, prompt.ids.shape[1], len(prompt.ids), spending)
@@ -110,9 +110,9 @@ def summarise(
     """Summarise each contender's rounds.
 
     Returns:
-        Per contender: each metric's median, min and max over rounds; the same of its ratios, taken within a round, to
-        the baseline, to our own full KV and to every contender of the peer; work counted, limits, and medians over
-        them.
+        Per contender: each metric's median, min and max over rounds; the same for its ratios, taken within a round, to
+            the baseline, to our own full KV and to every contender of the peer; work counted, limits, and medians over
+            them.
     """
     values = {name: [metrics(sample, new_tokens) for sample in runs] for name, runs in samples.items()}
     references = [name for name in samples if name in (BASELINE, "full") or is_peer(name)]
@@ -135,7 +135,7 @@ def summarise(
 
 
 def limit(entry: dict[str, Any], limits: Limits) -> None:
-    """Compute the limits in the entry of a length again, for rates that turned out larger."""
+    """Recompute the limits in a length's entry for rates that turned out larger."""
     for name, row in entry["summary"].items():
         main = _main(entry["samples"][name][0])
         if main is not None:
@@ -148,7 +148,7 @@ def _ratios(mine: list[dict[str, Any]], reference: list[dict[str, Any]]) -> dict
 
 
 def metrics(sample: dict[str, Any], new_tokens: int) -> dict[str, float | None]:
-    """Numbers of one round of one contender, by METRICS, ALONE and GAINS; missing measurements left out."""
+    """Return the numbers of one round of one contender, by METRICS, ALONE and GAINS, if measured."""
     out: dict[str, float | None] = {}
     alone = sample["alone"]
     run = _main(sample)
@@ -173,12 +173,12 @@ def metrics(sample: dict[str, Any], new_tokens: int) -> dict[str, float | None]:
 
 
 def _main(sample: dict[str, Any]) -> Run | None:
-    """The batch; the prompt itself where it is one; None for a contender that cannot read the batch."""
+    """Return the batch, or the single prompt; None for a contender that does not support the batch."""
     return sample["alone"][0] if len(sample["alone"]) == 1 else sample["batch"]
 
 
 def _seconds(run: Run, new_tokens: int) -> float:
-    """From the beginning to the last token."""
+    """Return the seconds from the start to the last token."""
     return run["ttft_s"] + run["tpot_s"] * (new_tokens - 1) + run.get("capture_s", 0.0)
 
 
@@ -208,7 +208,7 @@ def _limited(row: dict[str, Any], rows: int, limits: Limits) -> dict[str, Any]:
 
 
 def growth(report: dict[str, Any]) -> dict[str, float]:
-    """Per contender: its time per token at the longest length over that at the shortest, medians."""
+    """Return each contender's time per token at the longest length over that at the shortest, of medians."""
     lengths = sorted(report["lengths"], key=int)
     first, last = (report["lengths"][length]["summary"] for length in (lengths[0], lengths[-1]))
     times = {name: (first[name]["tpot_s"], last[name]["tpot_s"]) for name in first if name in last}

@@ -1,4 +1,4 @@
-"""Contenders of a measurement: plain transformers, a plan under kvsieve, another library in its own interpreter."""
+"""Contenders of a benchmark: plain transformers, a plan under kvsieve, another library in a separate interpreter."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ Run = dict[str, Any]
 
 
 class Contender(Protocol):
-    """pads: it can read a left-padded batch. here: it runs in this process, so its work can be counted."""
+    """A contender. pads: it supports left-padded batches. here: it runs in this process, so its work can be counted."""
 
     name: str
     pads: bool
     here: bool
 
     def run(self, prompt: TokensPrompt, new_tokens: int, work: Work | None = None) -> Run:
-        """One prompt or batch, read and answered greedily with exactly `new_tokens` (2 or more) per row.
+        """Prefill one prompt or batch and generate exactly `new_tokens` (2 or more) per row greedily.
 
-        Returns rows, ttft_s, tpot_s, kv_bytes held at the end, kv_read_bytes per token of all rows, peak_bytes (None
-        where unknown), applied, notes, and capture_s where recording or compiling took time that tpot_s leaves out.
-        work: stopped when the prompt is complete.
+        Returns rows, ttft_s, tpot_s, kv_bytes at the end, kv_read_bytes per token of all rows, peak_bytes (None if
+        unknown), applied, notes, and capture_s if recording or compiling took time that tpot_s excludes. work: stopped
+        at the end of the prompt.
         """
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Describe what ran, JSON-ready."""
+        """Return a JSON-ready description."""
         ...
 
 
@@ -97,7 +97,7 @@ class KvsieveMethod:
         stats = result.stats
         run: Run = {name: getattr(stats, name) for name in ("ttft_s", "tpot_s", "kv_bytes", "peak_bytes", "applied")}
         run |= {"rows": len(prompt.ids), "kv_read_bytes": read_bytes(stats, result.cache)}
-        # The parameters that came with the model are in the report already.
+        # The report has the parameters filled in from the model.
         run["notes"] = [note for note in stats.notes if note != str(self.plan.filled)]
         assert stats.decoding is not None
         run |= {"capture_s": stats.decoding.capture_s, "decoding": asdict(stats.decoding)}
@@ -111,7 +111,7 @@ class KvsieveMethod:
 
 @dataclass
 class PeerMethod:
-    """A press of kvpress in another interpreter; "full" is none. It knows no padding, so batches are not its own."""
+    """A press of kvpress in another interpreter; "full" is none. It does not support padding, so no batches."""
 
     peer: Peer
     method: str
@@ -148,7 +148,7 @@ def is_peer(name: str) -> bool:
 
 
 class _Stop(StoppingCriteria):
-    """Never stops anything but the counting, at the first token."""
+    """Stopping criterion that only ends the counting, at the first token."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -159,8 +159,8 @@ class _Stop(StoppingCriteria):
 
 
 def measure(contender: Contender, batch: TokensPrompt, rows: list[TokensPrompt], new_tokens: int) -> dict[str, Any]:
-    """One round of one contender: the rows one by one, and as a batch where they are several and it can."""
-    # What the one before left behind is not this one's.
+    """Run one round of one contender: the rows one by one, and as a batch if there are several and it can."""
+    # Memory of the previous contender does not count for this one.
     gc.collect()
     alone = [contender.run(row, new_tokens) for row in rows]
     return {"batch": contender.run(batch, new_tokens) if len(rows) > 1 and contender.pads else None, "alone": alone}

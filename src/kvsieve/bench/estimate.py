@@ -17,13 +17,13 @@ class Estimate:
     """Predicted costs of one prompt per row; FLOPs and bytes are those of the whole batch.
 
     Attributes:
-        deep_tokens: tokens that pass the deepest layer.
-        kv_entries: per layer, per row and stored head, right after the prompt; 0 where a layer stores none.
-        kv_bytes: keys and values stored, as they are encoded, and recurrent states.
+        deep_tokens: tokens in the deepest layer.
+        kv_entries: per layer, per row and stored head, right after the prompt; 0 for a layer that stores none.
+        kv_bytes: encoded keys and values, and recurrent states.
         state_bytes: the recurrent states alone, which do not grow.
         weight_bytes: of all parameters.
-        matmul_flops: of linear layers, in the prefill.
-        attention_flops: of attention and recurrences, in the prefill.
+        matmul_flops: of linear layers, in prefill.
+        attention_flops: of attention and recurrences, in prefill.
         decode_bytes: read to generate one token per row.
     """
 
@@ -41,21 +41,21 @@ class Estimate:
         return self.matmul_flops + self.attention_flops
 
     def prefill_seconds(self, matmul_tflops: float, attention_tflops: float) -> float:
-        """Seconds of the prefill at these achieved rates (10^12 FLOP/s)."""
+        """Return the seconds of prefill at these achieved rates (10^12 FLOP/s)."""
         return (self.matmul_flops / matmul_tflops + self.attention_flops / attention_tflops) / 1e12
 
     def decode_seconds(self, bandwidth: float) -> float:
-        """Seconds per generated token at this achieved bandwidth (10^9 bytes/s)."""
+        """Return the seconds per generated token at this achieved bandwidth (10^9 bytes/s)."""
         return self.decode_bytes / bandwidth / 1e9
 
 
 def estimate(geometry: Geometry, plan: Plan, tokens: int, *, batch: int = 1, element_bytes: int = 2) -> Estimate:
-    """Predict the cost of `plan` on a prompt of `tokens` per row.
+    """Predict the costs of `plan` on a prompt of `tokens` per row.
 
     element_bytes: bytes of one weight and of one key or value element.
 
-    Raises InputError for a prompt or batch below 1, PlanError for a role whose cost is not known, and
-    UnsupportedModelError when kvsieve cannot run the plan on the model.
+    Raises InputError for a prompt or batch below 1, PlanError for a role without a known cost, and
+    UnsupportedModelError if kvsieve cannot run the plan on the model.
     """
     if tokens < 1 or batch < 1:
         raise InputError(f"an estimate needs at least 1 token and 1 row, got {tokens} tokens in {batch} rows")
@@ -96,12 +96,12 @@ def estimate(geometry: Geometry, plan: Plan, tokens: int, *, batch: int = 1, ele
 
 
 def largest_batch(one: Estimate, memory_bytes: float) -> int:
-    """Rows whose entries fit beside the weights; `one` is the estimate of a single row. Activations are left out."""
+    """Return the rows with entries that fit beside the weights, without activations; `one`: costs of a single row."""
     return max(0, int((memory_bytes - one.weight_bytes) // one.kv_bytes))
 
 
 def check_priced(plan: Plan) -> None:
-    """Raise PlanError for a plan with a part whose cost the formulas do not describe."""
+    """Raise PlanError for a plan with a role that the formulas do not cover."""
     unknown = [role for role in plan.roles if role == "read"]
     if unknown:
         raise PlanError(
@@ -131,7 +131,7 @@ def _tokens_per_layer(plan: Plan, geometry: Geometry, tokens: int) -> list[int]:
 
 
 def _densities(plan: Plan, layers: tuple[Layer, ...], seen: list[int]) -> list[float]:
-    """Share of each layer's pairs of a query and a key that is computed."""
+    """Return the computed share of each layer's pairs of a query and a key."""
     if plan.prefill is None:
         return [1.0] * len(layers)
     sparse = [layer.kind.grows and plan.prefill.acts_in(index, len(layers)) for index, layer in enumerate(layers)]
@@ -139,7 +139,7 @@ def _densities(plan: Plan, layers: tuple[Layer, ...], seen: list[int]) -> list[f
 
 
 def _entries(plan: Plan, index: int, layers: tuple[Layer, ...], seen: int, tokens: int) -> tuple[int, int]:
-    """Entries a layer holds after the prompt, and how many sets of them per KV head."""
+    """Return the entries of a layer after the prompt, and the number of sets per KV head."""
     layer = layers[index]
     kind = layer.kind
     if not kind.grows:
@@ -155,7 +155,7 @@ def _entries(plan: Plan, index: int, layers: tuple[Layer, ...], seen: int, token
 def _row_bytes(
     plan: Plan, geometry: Geometry, index: int, entries: int, sets: int, element_bytes: int, seen: int
 ) -> int:
-    """Bytes of the keys and values that a layer of one row holds, which has seen `seen` tokens."""
+    """Return the bytes of keys and values of one row in a layer after `seen` tokens."""
     layer, shape = geometry.layers[index], geometry.shapes[index]
     if not layer.kind.grows:
         return entries * layer.kv_elements * sets * element_bytes
@@ -171,7 +171,7 @@ def _row_bytes(
 
 
 def _pairs(layer: Layer, tokens: int, keys: int) -> float:
-    """Pairs of a query and a key under a causal mask; half a pair where they meet at the same token."""
+    """Return the pairs of a query and a key under a causal mask; the same token counts as half a pair."""
     span = layer.sees.span
     if tokens < keys:
         return min(keys, span or keys)

@@ -1,4 +1,4 @@
-"""Most memory that a process takes with a model, from the model's config: weights, KV, and a pass over a chunk."""
+"""Peak memory of a process with a model, from the model's config: weights, KV, and a pass over a chunk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvsieve.plans import Plan
 
 # Context of models without a limit of their own.
 _ENDLESS = 1 << 18
-# Most bytes that an answer adds to the process: kernels, threads, blocks of attention.
+# Peak bytes that an answer adds to the process: kernels, threads, blocks of attention.
 _BESIDE = 128 << 20
 # Of a process with torch and transformers, where the system has no such number.
 _UNKNOWN = 512 << 20
@@ -36,10 +36,10 @@ class Footprint:
         model: on torch's meta device.
         shapes: of its layers.
         weights: of all parameters.
-        copies: of weights, which decode="auto" makes.
-        process: of the process without them.
+        copies: of weights, made by decode="auto".
+        process: without the model.
         element: of a number in the model's dtype.
-        outputs: numbers that the linear layers of one decoder layer put out for a token.
+        outputs: numbers per token that the linear layers of one decoder layer output.
         context: tokens of the model's context.
     """
 
@@ -53,12 +53,12 @@ class Footprint:
     context: int
 
     def fixed(self, decode: str) -> int:
-        """Return the bytes that no prompt changes: weights, their copies and the process."""
+        """Return the bytes independent of prompts: weights, their copies and the process."""
         return self.weights + self.process + (self.copies if decode == "auto" else 0)
 
     def kv(self, plan: Plan, tokens: int, chunk: int) -> int:
-        """Most bytes of one row's KV while so many tokens are read and answered."""
-        # An evictor drops entries once the whole prompt is stored, and a codec beside it encodes what is left.
+        """Return the peak bytes of one row's KV over `tokens` tokens of prompt and answer."""
+        # An evictor drops entries once the whole prompt is stored, and a codec beside it encodes the rest.
         codec = None if plan.evict is not None else plan.codec
         exact = MIN_ROOM if codec is None else MIN_ROOM + codec.block + min(chunk, tokens)
         size = sum(layer_bytes(Plan(codec=codec), each, self.element, tokens, most=True) for each in self.shapes)
@@ -66,7 +66,7 @@ class Footprint:
         return size if plan.read is None else round(size * (1 + _INDEX))
 
     def work(self, plan: Plan, tokens: int, chunk: int) -> int:
-        """Most bytes of a pass over a chunk of one row, at the end of so many tokens."""
+        """Return the peak bytes of a pass over a chunk of one row, after `tokens` tokens."""
         # A store that grows is copied; an encoded one is decoded, and joined with its newest entries.
         layer = max(layer_bytes(Plan(), each, self.element, tokens) for each in self.shapes)
         copies = 1 if plan.codec is None else 3
@@ -81,12 +81,12 @@ class Footprint:
 
 
 def footprint(config: Any, dtype: str = "auto", device: str | None = None) -> Footprint:
-    """Return the footprint of a model in this process, as it is before weights are loaded.
+    """Return the footprint of a model in this process, before weights are loaded.
 
     On a GPU it is that of the GPU's memory.
 
     Args:
-        config: of the model, as transformers has it.
+        config: of the model, from transformers.
         dtype: of its weights: "auto", "checkpoint", or a name such as "float32".
         device: default: the best one here.
 

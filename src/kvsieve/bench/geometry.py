@@ -1,6 +1,6 @@
-"""A model as far as costs go: parameters, attention, entries and state of each layer, from its config alone.
+"""Costs of a model's parts: parameters, attention, entries and state of each layer, from its config alone.
 
-The model is built on torch's `meta` device, so parameters are counted exactly and no weight takes memory.
+The model is built on torch's `meta` device, so parameters are counted exactly and weights take no memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
-# 2 FLOPs per element for what a token adds to a state, 2 for what it reads.
+# 2 FLOPs per element to update a state with a token, 2 to read it.
 _STATE_FLOPS = 4
 _WIDE_BYTES = 4
 
@@ -26,17 +26,17 @@ class Layer:
 
     Attributes:
         linear_parameters: multiplied once per token (2 FLOPs each), of a mixture's experts only the active share.
-        outputs: numbers that its linear layers put out for a token.
+        outputs: numbers per token that its linear layers output.
         pair_flops: attention FLOPs per pair of a query and a key, all heads.
-        kv_elements: key and value elements per token and row, of the layer whose entries it reads; of latent entries,
-            which serve all heads at once, as they are stored.
+        kv_elements: key and value elements per token and row, in the layer that stores its entries; latent entries,
+            shared by all heads, as stored.
         groups: Hq / H.
-        kind: what it remembers.
-        sees: kind of the layer whose entries it reads.
-        reads: index of the layer whose entries it attends to, its own unless layers share them.
+        kind: of its own state.
+        sees: kind of the layer that stores its entries.
+        reads: index of the layer that stores its entries, its own unless layers share them.
         state_elements: elements of its recurrent state per row, in the model's dtype.
-        wide_state_elements: those in float32 whatever the model's dtype.
-        last_token_only: True where only a prompt's last token passes it.
+        wide_state_elements: those always in float32.
+        last_token_only: True if only a prompt's last token passes it.
     """
 
     linear_parameters: float
@@ -62,7 +62,7 @@ class Layer:
 
 
 def pairs(before: int, new: int, kind: LayerKind) -> float:
-    """Pairs of a query and a key it may see, when `new` tokens come to `before` entries of a layer of this kind."""
+    """Return the visible pairs of a query and a key for `new` tokens after `before` in a layer of this kind."""
     span = kind.span
     if span is None:
         return new * before + new * (new + 1) / 2
@@ -79,15 +79,15 @@ def _chunk_pairs(tokens: int, span: int) -> float:
 
 @dataclass(frozen=True)
 class Geometry:
-    """A model as far as costs go.
+    """Costs of a model's parts.
 
     Attributes:
-        parameters: all, tied ones once, those of a vision tower included.
+        parameters: all, tied ones once, including a vision tower's.
         head_parameters: of the output layer.
-        outside_parameters: linear ones of the decoder outside its layers, which every token passes.
+        outside_parameters: linear ones of the decoder outside its layers, used by every token.
         read_parameters: read for any token of text, without embedding tables and experts.
-        expert_parameters: of all experts, of which a token takes `active_share`.
-        model: it, on the meta device; None where its config alone was read.
+        expert_parameters: of all experts; a token uses `active_share` of them.
+        model: on the meta device; None if only its config was read.
         shapes: of its layers.
     """
 
@@ -106,14 +106,14 @@ class Geometry:
         return tuple(layer.kind for layer in self.layers)
 
     def weights_read(self, batch: int) -> float:
-        """Parameters read to decode one token in each of `batch` rows; routing is taken to be even."""
+        """Return the parameters read to decode one token in each of `batch` rows, assuming even routing."""
         return self.read_parameters + self.expert_parameters * (1 - (1 - self.active_share) ** batch)
 
 
 def geometry(config: Any) -> Geometry:
-    """Return the costs' side of a model's transformers config; nothing is downloaded or loaded.
+    """Return the geometry for a transformers config; nothing is downloaded or loaded.
 
-    Of a composite model it is that of text: the decoder works, and the other parts are held.
+    For a composite model with text: the decoder computes, and the other parts only take memory.
 
     Raises:
         UnsupportedModelError: the formulas do not describe the model's cost.
@@ -137,7 +137,7 @@ def geometry(config: Any) -> Geometry:
     head = model.get_output_embeddings()
     head_parameters = head.weight.numel() if head is not None else 0
     inside = {id(p) for layer in modules for p in layer.parameters()}
-    # Of a text model everything is at work, of others the decoder.
+    # A text model computes with everything, others with the decoder.
     whole = model if text is model.config else decoder_of(model)
     rest = [p for p in whole.parameters() if id(p) not in tables and (head is None or p is not head.weight)]
     return Geometry(
@@ -162,7 +162,7 @@ def _is_expert(name: str, parameter: nn.Parameter) -> bool:
 
 
 def _experts(config: Any, text: Any, decoder_layers: Any) -> tuple[int, float]:
-    """Parameters of all routed experts, and the share of them one token takes."""
+    """Return the parameters of all routed experts, and the share of them per token."""
     sizes = [
         (p.numel(), p.shape[0]) for layer in decoder_layers for n, p in layer.named_parameters() if _is_expert(n, p)
     ]

@@ -18,17 +18,17 @@ _LONGER = {"ignore_eos": True}
 
 
 class LoadTest:
-    """Clients that ask a server, each for its next answer as soon as the last one is complete.
+    """Clients of a server, each with one request at a time, without pauses.
 
-    Every prompt is another stretch of a text, so that nothing of it was read before.
+    Every prompt is another part of a text, so that no prefix of it is cached.
 
     Args:
         client: of the server.
         text: int64 [1, M], tokens to make prompts of.
         new_tokens: of each answer.
-        start: where the first prompt begins in the text; None for anywhere, since a server may know the beginning from
-            an earlier run.
-        again: ask a client's prompts once more, to measure the server's prefix cache. Default True.
+        start: where the first prompt begins in the text; None for a random place, since a server may have cached the
+            beginning in an earlier run.
+        again: repeat a client's prompts, to measure the prefix cache. Default True.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LoadTest:
         self._lock = threading.Lock()
 
     def prompt(self, length: int) -> list[int]:
-        """Make the next prompt."""
+        """Return the next prompt."""
         with self._lock:
             at, self._at = self._at, self._at + length
         return list(itertools.islice(self._endless(at), length))
@@ -53,7 +53,7 @@ class LoadTest:
         return itertools.chain(self._text[at:], itertools.cycle(self._text))
 
     def ask(self, prompt: Sequence[int]) -> Completed:
-        """Ask for an answer of `new_tokens`, as far as the server lets us have that. Raises ServerError."""
+        """Request an answer of `new_tokens`, if the server honours that. Raises ServerError."""
         try:
             return self.client.complete(prompt, self.new_tokens, **self._more)
         except ServerError as error:
@@ -64,7 +64,7 @@ class LoadTest:
             return self.client.complete(prompt, self.new_tokens)
 
     def run(self, length: int, clients: int, rounds: int) -> dict[str, Any]:
-        """Measure so many clients at once, each asking `rounds` times; JSON-ready."""
+        """Measure `clients` at once, each with `rounds` requests; JSON-ready."""
         prompts = [[self.prompt(length) for _ in range(rounds)] for _ in range(clients)]
         ready = threading.Barrier(clients)
 
@@ -92,17 +92,15 @@ def load_test(
     tell: Callable[[str], None],
     warm: int | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Measure a server at each length and number of clients, after one request that does not count.
-
-    Yields the measurements so far, by length, JSON-ready, after each.
+    """Measure a server at each length and number of clients, after one warm-up request; JSON-ready.
 
     Args:
         test: clients of the server.
         lengths: tokens per prompt.
         clients: numbers of clients.
         rounds: requests per client.
-        tell: progress callback.
-        warm: tokens of the request that does not count; None for those of the length measured.
+        tell: called with the next measurement.
+        warm: tokens of the warm-up request; None for those of the length measured.
     """
     found: dict[str, Any] = {}
     for length in lengths:
@@ -130,7 +128,7 @@ def _summary(found: Sequence[Completed]) -> dict[str, Any]:
 
 
 def _spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Median and 95th percentile."""
+    """Return the median and the 95th percentile."""
     if not values:
         return None
     high = statistics.quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0]

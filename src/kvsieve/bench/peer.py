@@ -1,8 +1,8 @@
-"""kvpress, measured in an interpreter of its own: this file is a script for that interpreter (see peer_process.py).
+"""kvpress, measured in a separate interpreter: this file is a script for that interpreter (see peer_process.py).
 
-It imports torch, transformers and kvpress, of kvsieve only two files that need no more than those. Requests and answers
-are JSON, one per line, on stdin and stdout. kvpress is used as its own pipeline does: its hooks are there while the
-prompt is read and gone afterwards, and position ids go on from the prompt's.
+It imports torch, transformers and kvpress, and only two files of kvsieve that need no more. Requests and answers are
+JSON, one per line, on stdin and stdout. kvpress is used as in its own pipeline: with hooks during prefill only, and
+position ids that continue from the prompt's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-# Our name -> kvpress's class; None reads everything, without a press.
+# Our name -> kvpress's class; None for full KV, without a press.
 PRESSES = {
     "full": None,
     "snapkv": "SnapKVPress",
@@ -30,7 +30,7 @@ PRESSES = {
 
 
 def make_press(method: str, kept: int | None, length: int, options: dict[str, Any]) -> Any:
-    """The press that keeps `kept` of `length` entries; None for full KV."""
+    """Return the press that keeps `kept` of `length` entries; None for full KV."""
     import kvpress
 
     name = PRESSES[method]
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     arguments = parser.parse_args()
     here = Path(__file__).resolve().parent
-    # The files beside this one are no top-level modules; some are called like packages that transformers looks for.
+    # The files in this folder are not top-level modules; some are named like packages that transformers looks for.
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here]
     # What libraries print must not come between the answers.
     answers = os.fdopen(os.dup(1), "w")

@@ -1,4 +1,4 @@
-"""The other end of bench/peer.py: another interpreter that holds the same model and waits while others are measured."""
+"""Client of bench/peer.py: another interpreter with the same model, idle while others are measured."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Peer:
     def __init__(self, python: str, model: Any) -> None:
         """python: the interpreter, with kvpress. model: ours; it is loaded from the same place, in the same dtype.
 
-        Raises KvsieveError, with the last lines it wrote, when it does not start.
+        Raises KvsieveError, with the last lines it wrote, if it does not start.
         """
         self._python = python
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
-        # Where our packages lie is no business of another interpreter.
+        # The other interpreter must not use our packages.
         env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         dtype = str(model.dtype).removeprefix("torch.")
         options = {"model": model.name_or_path, "dtype": dtype, "device": str(model.device)}
@@ -51,7 +51,7 @@ class Peer:
     def run(
         self, ids: list[list[int]], new_tokens: int, method: str, kept: int | None, options: dict[str, Any]
     ) -> dict[str, Any]:
-        """Run bench.plain.read_and_decode there; its result, and the peak. Raises KvsieveError when it fails."""
+        """Run bench.plain.read_and_decode there; return its result and the peak. Raises KvsieveError if it fails."""
         request = {"ids": ids, "new_tokens": new_tokens, "method": method, "kept": kept, "options": options}
         assert self._process.stdin is not None
         try:

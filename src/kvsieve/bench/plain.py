@@ -31,13 +31,13 @@ def read_and_decode(
     reading: contextlib.AbstractContextManager[Any] | None = None,
     first: Callable[[], None] | None = None,
 ) -> tuple[dict[str, Any], Tensor]:
-    """Read a prompt, int64 [B, N], and generate `new_tokens` (at least 2) per row at transformers' best setting.
+    """Prefill int64 [B, N] and generate `new_tokens` (at least 2) per row at transformers' best setting.
 
     mask: int64 [B, N], 0 for padding on the left, None without any. chunk: prompt tokens per pass, None for all.
-    reading: entered while the prompt is read, for a library that hooks the model. first: called at the first token.
+    reading: entered during prefill, for a library that hooks the model. first: called at the first token.
 
-    Returns rows, ttft_s, tpot_s (per token after the first), kv_bytes held at the end and kv_read_bytes per generated
-    token of all rows; and the tokens, int64 [B, new_tokens].
+    Returns rows, ttft_s, tpot_s (per token after the first), kv_bytes at the end and kv_read_bytes per generated token
+    of all rows; and the tokens, int64 [B, new_tokens].
     """
     rows, length = ids.shape
     cache = DynamicCache(config=model.config)

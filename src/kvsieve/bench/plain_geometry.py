@@ -1,4 +1,4 @@
-"""Geometry of plain decoders by arithmetic on a config.json, without torch and transformers."""
+"""Geometry of plain decoders from a config.json, without torch and transformers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvsieve.hf.shape import LayerKind, LayerShape
 from kvsieve.models import checkpoint_source, demo
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-# Types of gated decoders, and parameters of a layer's attention beside its products: of biases, of norms of heads.
+# Types of gated decoders, and parameters of a layer's attention besides its products: biases and norms of heads.
 _BIASED, _NORMED = {"qwen2"}, {"qwen3"}
 _TYPES = {"llama", "mistral", "phi3", *_BIASED, *_NORMED}
-# What makes another decoder of them.
+# Settings that make them other decoders.
 _OTHER = ("attention_bias", "mlp_bias", "use_sliding_window", "sliding_window", "num_experts", "kv_lora_rank")
 
 
@@ -26,12 +26,12 @@ class PlainConfig:
         vars(self).update(values)
 
     def get_text_config(self, decoder: bool = True) -> PlainConfig:
-        """Return the config, which is of text alone."""
+        """Return the config, which is for text only."""
         return self
 
 
 def plain_config(name: str | None) -> PlainConfig | None:
-    """Return the config of a checkpoint here that is a plain decoder's; None for any other.
+    """Return the config of a local checkpoint with a plain decoder, or None.
 
     Raises:
         ModelNotFoundError, ModelLoadError: see `checkpoint_source`.

@@ -1,4 +1,4 @@
-"""Pictures of a report of `kvsieve bench`: latency over context length, with the machine's limit drawn in."""
+"""Plots of a report of `kvsieve bench`: latency by context length, with the machine's limit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def draw(report: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def latency(report: dict[str, Any]) -> Figure:
-    """A panel per length: seconds to the first token and for all tokens after it, stacked, with each one's limit."""
+    """Draw a panel per length: stacked seconds to the first token and for all later ones, each with its limit."""
     from matplotlib.patches import Patch
 
     names, lengths = _names(report), sorted(report["lengths"], key=int)
@@ -68,7 +68,7 @@ def latency(report: dict[str, Any]) -> Figure:
 
 
 def scaling(report: dict[str, Any]) -> Figure:
-    """Time to the first token and per token after it against the prompt's length; dotted: the limit."""
+    """Draw the time to first token and per later token against the prompt's length; dotted: the limit."""
     names, lengths = _names(report), sorted(report["lengths"], key=int)
     chosen = _looks(names)
     legend = [*(_marked(name, report) for name in names), _LIMIT]
@@ -104,7 +104,7 @@ def scaling(report: dict[str, Any]) -> Figure:
 
 
 def _names(report: dict[str, Any]) -> list[str]:
-    """Contenders that were measured at every length; of a batch the peer reads single rows only."""
+    """Return the contenders measured at every length; in a batch, the peer has single rows only."""
     summaries = [entry["summary"] for entry in report["lengths"].values()]
     return [name for name in report["contenders"] if all(each.get(name, {}).get("ttft_s") for each in summaries)]
 

@@ -1,4 +1,4 @@
-"""Prompts to measure with: Python's help texts as kvsieve ships them, cut to length."""
+"""Prompts for benchmarks: Python's help texts, shipped with kvsieve, cut to length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvsieve.tasks.haystack import load_haystack
 
 @dataclass(frozen=True, eq=False)
 class TokensPrompt:
-    """ids: int64 [B, N]. mask: int64 [B, N], 0 for padding on the left; None without any."""
+    """Tokens of prompts. ids: int64 [B, N]. mask: int64 [B, N], 0 for padding on the left; None without any."""
 
     ids: Tensor
     mask: Tensor | None = None
@@ -25,17 +25,17 @@ class TokensPrompt:
 
 
 def text_ids(tokenizer: Any) -> Tensor:
-    """int64 [1, M]: the help texts' tokens, some hundred thousand."""
+    """Return the help texts' tokens, int64 [1, M], some hundred thousand."""
     return tokenizer(load_haystack("topics"), add_special_tokens=False, return_tensors="pt", verbose=False).input_ids
 
 
 def row_lengths(length: int, rows: int) -> list[int]:
-    """Lengths of the prompts of a batch: all, 7/8, 3/4, 5/8 ... of `length`, from the ninth row on again."""
+    """Return the lengths of a batch's prompts: all, 7/8, 3/4, 5/8 ... of `length`, repeating from the ninth row."""
     return [max(1, length * (8 - row % 8) // 8) for row in range(rows)]
 
 
 def make_rows(text: Tensor, length: int, rows: int) -> list[TokensPrompt]:
-    """One prompt per row, of `row_lengths`, each another stretch of the text (which starts again at its end)."""
+    """Return one prompt per row, of `row_lengths`, each another part of the text (which repeats after its end)."""
     prompts, start = [], 0
     for size in row_lengths(length, rows):
         at = torch.arange(start, start + size) % text.shape[1]
@@ -45,7 +45,6 @@ def make_rows(text: Tensor, length: int, rows: int) -> list[TokensPrompt]:
 
 
 def left_padded(rows: list[TokensPrompt], filler: int) -> TokensPrompt:
-    """The rows as one batch."""
     if len(rows) == 1:
         return rows[0]
     size = max(row.ids.shape[1] for row in rows)
@@ -58,17 +57,17 @@ def left_padded(rows: list[TokensPrompt], filler: int) -> TokensPrompt:
 
 
 def lengths_of(model: Any, lengths: list[int], new_tokens: int, *, whole: bool, fitting: bool) -> list[int]:
-    """Return the lengths of prompts, ascending, and check that the model's context holds them.
+    """Return the lengths of prompts, ascending, after checking the model's context.
 
     Args:
-        model: whose context it is.
-        lengths: that were named.
+        model: with the context.
+        lengths: as given.
         new_tokens: after each prompt.
-        whole: the longest prompt that fits comes on top.
-        fitting: leave out lengths that do not fit, all but the longest that does.
+        whole: add the longest prompt that fits.
+        fitting: drop lengths that do not fit, except for the longest that does.
 
     Raises:
-        InputError: lengths that do not fit the model's context, or a context that is not known.
+        InputError: lengths exceed the model's context, or the context is unknown.
     """
     context = context_of(model.config)
     if context is None:

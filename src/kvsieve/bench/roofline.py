@@ -1,4 +1,4 @@
-"""The machine's limits, measured with the model's own weights, and what a prompt and a token need at least."""
+"""Roofline: the machine's rates, measured with the model's weights, and the least time of a prompt and a token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvsieve.bench.geometry import Geometry
 from kvsieve.hf.compat import decoder_of, layers_of
 from kvsieve.kernels.cpu import products
 
-# Weights that are read in one go, so that no cache holds them; and rows of a large product.
+# Weights read in one go, beyond the size of caches; and rows of a large product.
 READ_BYTES = 2**29
 ROWS = {"cpu": 2048, "cuda": 8192}
 LEAST_SECONDS = 0.5
@@ -25,10 +25,10 @@ LEAST_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates a machine reaches, each the best of several.
+    """Rates that a machine reaches, each the best of several.
 
     Attributes:
-        bandwidth: bytes/s of matrix-vector products over the model's weights, more of them than caches hold.
+        bandwidth: bytes/s of matrix-vector products over more of the model's weights than caches hold.
         matmul: FLOP/s of products of many tokens with a decoder layer's weights.
     """
 
@@ -39,11 +39,11 @@ class Rates:
         return flops / self.matmul
 
     def decode_seconds(self, geometry: Geometry, rows: int, kv_bytes: float, element_bytes: int) -> float:
-        """Seconds per token of each row, when `kv_bytes` are read for it in all."""
+        """Return the seconds per token of each row, if `kv_bytes` are read for it in all."""
         return (geometry.weights_read(rows) * element_bytes + kv_bytes) / self.bandwidth
 
     def best(self, other: Rates) -> Rates:
-        """The larger of each: what a machine reached at another time it can reach."""
+        """Return the larger of each rate, since both were reached."""
         return Rates(max(self.bandwidth, other.bandwidth), max(self.matmul, other.matmul))
 
     def to_dict(self) -> dict[str, float]:
@@ -52,7 +52,7 @@ class Rates:
 
 @torch.no_grad()
 def measure_rates(model: Any) -> Rates:
-    """Measured now, on the model's device, in its dtype, with its threads."""
+    """Measure on the model's device, in its dtype, with its threads."""
     layers = [w for layer in layers_of(decoder_of(model)) or () for w in layer.parameters() if w.ndim == 2]
     head = model.get_output_embeddings()
     weights = layers if head is None else [*layers, head.weight]
@@ -77,7 +77,7 @@ def measure_rates(model: Any) -> Rates:
 
 
 def _readings(weights: list[Tensor], vectors: dict[int, Tensor]) -> list[Callable[[], None]]:
-    """Return ways to multiply every weight with a vector: torch's, and the C kernel where the CPU has it."""
+    """Return functions that multiply every weight with a vector: torch's, and the C kernel if the CPU has it."""
 
     def by_torch() -> None:
         for weight in weights:
@@ -96,7 +96,7 @@ def _readings(weights: list[Tensor], vectors: dict[int, Tensor]) -> list[Callabl
 
 
 def _best_seconds(run: Any, on: Tensor) -> float:
-    """Of at least three runs, after one that does not count."""
+    """Return the least of at least three runs, after a warm-up."""
     run()
     best, spent, runs = math.inf, 0.0, 0
     while runs < 3 or (spent < LEAST_SECONDS and runs < 50):

@@ -1,4 +1,4 @@
-"""Shares of attention, products with weights, and the rest in the time of a prompt and of a token."""
+"""Shares of attention, linear layers, and the rest in the time of prefill and decode."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PROMPT, TOKEN = "prompt", "token"
 
 
 class Spending:
-    """Charges the time from `start` to `close` to what runs, each moment once.
+    """Attributes the time from `start` to `close` to the running part, without overlap.
 
-    Attention is the attention function: under kvsieve storing, choosing and evicting are part of it. Products with
-    weights are the linear layers. All else, norms and Python among it, is the rest. For CPUs: a GPU runs behind.
+    Attention is the attention function: under kvsieve including storing, choosing and evicting. Weights are the linear
+    layers. All else, such as norms and Python, is the rest. For CPUs only: a GPU runs asynchronously.
 
     Attributes:
         seconds: of "prompt" and "token", by "attention", "weights" and "rest".
@@ -36,7 +36,7 @@ class Spending:
         self._functions: dict[str, Callable[..., Any]] = {}
 
     def start(self) -> None:
-        """Begin with a prompt."""
+        """Start with prefill."""
         for module in self._model.modules():
             if isinstance(module, nn.Linear):
                 self._handles.append(module.register_forward_pre_hook(lambda *given: self._enter(WEIGHTS)))
@@ -48,12 +48,12 @@ class Spending:
         self._since = time.perf_counter()
 
     def answer(self) -> None:
-        """Charge to tokens what follows: the prompt is complete."""
+        """Attribute time to decode from here."""
         self._charge()
         self._phase = TOKEN
 
     def close(self) -> None:
-        """Take hooks and functions away."""
+        """Remove hooks and functions."""
         self._charge()
         for handle in self._handles:
             handle.remove()
@@ -62,7 +62,7 @@ class Spending:
         self._handles, self._functions = [], {}
 
     def shares(self) -> dict[str, dict[str, float]]:
-        """Share of each in its phase; a phase without time is left out."""
+        """Return each part's share in its phase; phases without time are omitted."""
         found = {}
         for phase, spent in self.seconds.items():
             total = sum(spent.values())

@@ -1,4 +1,4 @@
-"""A report of `kvsieve bench` as tables: (title, headers, rows)."""
+"""Tables of a report of `kvsieve bench`: (title, headers, rows)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from kvsieve.bench.contenders import BASELINE, is_peer
 Table = tuple[str, list[str], list[list[str]]]
 _MIB = 2**20
 _UNKNOWN = "-"
-# Columns that a table of 80 signs a line has: times, memory, batch.
+# Columns of a table 80 characters wide: times, memory, batch.
 _TIMES, _MEMORY, _BATCH = (0, 1, 3, 4, 6, 7), (0, 1, 2, 6), (0, 1, 2, 3)
 
 
 def tables(report: dict[str, Any], *, wide: bool = True) -> list[Table]:
-    """Times and limits, memory, the batch where there is one, the peer where there is one, and growth over length.
+    """Return tables of times and limits, memory, batch and peer, if any, and growth over length.
 
-    Times are medians; a ratio in brackets is to plain transformers, the median of the ratios within each round. What
-    did not act as asked stands without ratios.
+    Times are medians; a ratio in brackets is to plain transformers, the median of the ratios within each round.
+    Contenders that did not act as requested have no ratios.
 
     Args:
         report: of `kvsieve bench`.
@@ -46,7 +46,7 @@ def _narrow(table: Table, columns: Sequence[int]) -> Table:
 
 
 def notes(report: dict[str, Any]) -> list[str]:
-    """Notes on contenders that did not run as asked, a line each; those that did not act first."""
+    """Return a line for each contender that did not run as requested; those that did not act first."""
     silent, notes = [], []
     for length, entry in report["lengths"].items():
         for name, row in entry["summary"].items():
@@ -64,7 +64,7 @@ def notes(report: dict[str, Any]) -> list[str]:
 
 
 def closing(report: dict[str, Any]) -> list[str]:
-    """One line per method at the longest prompt: what it saves, where its time goes, how far it is from the limit."""
+    """Return a line per method at the longest prompt: its saving, its time by part, its distance from the limit."""
     length, entry = max(report["lengths"].items(), key=lambda each: int(each[0]))
     notes = []
     for name, row in entry["summary"].items():
@@ -83,7 +83,7 @@ def closing(report: dict[str, Any]) -> list[str]:
 
 
 def _saved(row: dict[str, Any]) -> str:
-    """Tell what a method saves beside the baseline, in percent; what it takes more is negative."""
+    """Return the saving of a method relative to the baseline, in percent; negative for extra cost."""
     found = []
     for metric, what in (("ttft_s", "to the first token"), ("tpot_s", "per token"), ("kv_bytes", "KV memory")):
         ratio = _ratio(row, BASELINE, metric)
@@ -93,7 +93,7 @@ def _saved(row: dict[str, Any]) -> str:
 
 
 def _of_limit(row: dict[str, Any], metric: str) -> float | None:
-    """Time over its limit; None below 1, where the rate was measured too low to be one."""
+    """Return time over its limit; None below 1, which means that the rate was measured too low."""
     found = row.get(f"{metric}_of_limit")
     return None if found is None or found < 1 else found
 
@@ -169,7 +169,7 @@ def _batch(length: str, summary: dict[str, Any], batch: int) -> Table:
 
 
 def _beside(length: str, summary: dict[str, Any], peers: list[str]) -> Table:
-    # Of a batch the peer reads the rows one by one only.
+    # The peer runs a batch's rows one by one only.
     quantities, said = ("ttft_s", "tpot_s"), "TTFT and TPOT"
     if summary[peers[0]]["ttft_s"] is None:
         quantities, said = ALONE, "one by one, tokens/s while decoding and in all,"

@@ -1,4 +1,4 @@
-"""The work of reading a prompt, counted while it is read: tokens and entries that every layer met, KV bytes held."""
+"""Work of a prefill, counted while it runs: tokens and entries of every layer, KV bytes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from kvsieve.hf.compat import DynamicLayer, LinearAttentionLayer, decoder_of, la
 
 
 class Work:
-    """Counts from `start` to `stop`, by hooks on the decoder and its layers. Padding counts: it passes as well.
+    """Counts work from `start` to `stop`, by hooks on the decoder and its layers.
+
+    Padding counts: it is computed as well.
 
     Attributes:
-        tokens: per layer, of one row, those that entered it in all passes over the prompt.
-        flops: of the whole batch, by the formulas of `bench.estimate`: linear layers for tokens that passed, attention
-            for the pairs that met, recurrences, the output layer for one token.
-        kv_peak_bytes: keys, values and states of all layers at the worst moment, when a layer holds all that it attends
-            to and has evicted nothing yet.
-        kv_final_bytes: those once the prompt is complete.
+        tokens: per layer, of one row, in all passes over the prompt.
+        flops: of the whole batch, by the formulas of `bench.estimate`: linear layers per token, attention per pair of
+            query and key, recurrences, the output layer for one token.
+        kv_peak_bytes: keys, values and states of all layers at their maximum, when a layer has all entries it attends
+            to and has not evicted.
+        kv_final_bytes: those at the end of the prompt.
         kv_layer_bytes: keys and values of all the prompt's tokens in the widest layer.
     """
 
@@ -35,7 +37,7 @@ class Work:
         self._geometry = geometry
         self._element = torch.empty((), dtype=model.dtype).element_size()
         self._rows = rows
-        # Told when the prompt is complete; it goes on until it is closed.
+        # Notified at the end of the prompt; it continues until closed.
         self._spending = spending
         self._cache: Any = None
         self._handles: list[Any] = []
@@ -55,7 +57,7 @@ class Work:
         self._handles = hooks
 
     def stop(self) -> None:
-        """The prompt is complete."""
+        """Note the end of the prompt."""
         if self._handles:
             if self._spending is not None:
                 self._spending.answer()
@@ -63,7 +65,7 @@ class Work:
             self.close()
 
     def close(self) -> None:
-        """Take the hooks away and let go of the cache."""
+        """Remove the hooks and release the cache."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._cache = [], None
@@ -117,7 +119,7 @@ def _entries(layer: Any) -> int:
 
 
 def _held(layer: Any) -> int:
-    """Bytes of keys and values, room for further ones included, and of recurrent state."""
+    """Return the bytes of keys and values, including spare room, and of recurrent state."""
     held = 0
     if isinstance(layer, StoreLayer):
         held = 0 if layer.store.is_empty else layer.store.entry_bytes()
