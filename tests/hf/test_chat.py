@@ -384,6 +384,8 @@ def test_a_retry_ends_as_if_the_first_answer_had_not_been(model, tokenizer, name
         chat, other = (sieve.chat(tokenizer, "w9", retry=retry, **PLAIN) for retry in (True, False))
         for one in (chat, other):
             one.ask(words(1, 60))
+        with pytest.raises(InputError, match="make the chat with sieve.chat"):
+            other.retry()
         chat.ask(words(2, 60), max_new_tokens=5)
         before = state(chat)
         with pytest.raises(RuntimeError, match="stop"):
