@@ -59,6 +59,14 @@ def test_names():
         register_method("snap_kv", title="", paper="", phase="", query_aware=True)(lambda: Plan())
 
 
+def test_a_plan_as_text_has_codecs_and_sparse_prompts():
+    same = kvsieve.plan("snapkv", codec="int8", prefill="xattention", budget="30%")
+    assert kvsieve.plan("snapkv:codec=int8:prefill=xattention:budget=30%") == same
+    assert same.roles == ("evict", "prefill", "codec")
+    with pytest.raises(PlanError, match="codec is given twice"):
+        kvsieve.plan("snapkv:codec=int8", codec="int8")
+
+
 def test_plans_compose_and_refuse_what_does_not_fit():
     plan = Plan(propagate=TSP(rate=0.3, layer=2), evict=KNorm(budget=0.2))
     assert plan.roles == ("propagate", "evict") and plan.name == "TSP+KNorm" and plan.window == 8

@@ -90,7 +90,7 @@ def choose_entries(evictor: Evictor, layer: LayerFacts, offered: Offered, kept: 
         got = None if selection is None or isinstance(selection, dict) else tuple(selection.indices.shape)
         raise CacheStateError(
             f"{type(evictor).__name__} was to choose {kept + tail} entries of {size} for {heads} KV heads and gave "
-            f"{got}; this is an error of kvsieve, please report it"
+            f"{got}; the trait fixed_counts promises exactly that many, please report it to its author"
         )
     return selection.indices[0, :, :kept]
 
