@@ -42,7 +42,6 @@ class PlanLimits:
         return self.loss is not None
 
     def describe(self) -> list[str]:
-        """Describe each limit in words."""
         out = [] if self.memory is None else [f"KV of at most {size(self.memory)}"]
         out += [] if self.tpot is None else [f"at most {1000 * self.tpot:g} ms per token"]
         return out + ([] if self.loss is None else [f"a loss of at most {self.loss:g} nats"])
@@ -78,16 +77,13 @@ class Candidate:
 
     @property
     def loses(self) -> bool:
-        """True if a long answer of full KV is lost."""
         return any(lost for lost, _ in self.lost.values())
 
     @property
     def name(self) -> str:
-        """Method and budget."""
         return f"{self.setting.label} {self.setting.budget or ''}".strip()
 
     def described(self) -> dict[str, Any]:
-        """Return a JSON-ready description."""
         shown = {name: value for name, value in vars(self).items() if name != "setting"}
         return {**self.setting.described(), "plan": plan_line(self.setting), **shown}
 
@@ -139,7 +135,6 @@ def plan_line(setting: MethodSetting) -> str:
 
 
 def size(count: float) -> str:
-    """Format bytes for people."""
     for unit, each in (("GiB", 2**30), ("MiB", 2**20)):
         if count >= each:
             return f"{count / each:.2f} {unit}"

@@ -58,7 +58,6 @@ class Losses:
                 self.kept.setdefault(layer, []).append((entries - record.question) / asked)
 
     def mean(self, values: Mapping[str, Sequence[float]], tasks: Sequence[str]) -> float:
-        """Return the mean over tasks of the means over samples."""
         return fmean(fmean(values[task]) for task in tasks)
 
     @property
@@ -150,7 +149,6 @@ def memory_at(evaluator: Evaluator, plan: Plan, context: int, kept: Mapping[int,
 
 
 def least_memory_at(evaluator: Evaluator, plan: Plan, context: int) -> int:
-    """Return `memory_at` with as many entries in every layer as the budget asks for."""
     shapes = shapes_of(evaluator.model)
     evicts = plan.evict is not None and not plan.is_view
     return memory_at(evaluator, plan, context, {index: (1.0,) for index in range(len(shapes))} if evicts else {})

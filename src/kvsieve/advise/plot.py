@@ -17,7 +17,6 @@ _LEAST = 1e-5
 
 
 def frontier_png(advice: Advice) -> bytes:
-    """Return the plot as PNG; KvsieveError without matplotlib."""
     with style():
         return png_bytes(draw(advice))
 

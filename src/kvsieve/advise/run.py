@@ -81,7 +81,6 @@ class Advice:
     caution: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready dict."""
         chosen = self.choice
         plain = {name: vars(self)[name] for name in ("model", "context", "measured_at", "source", "question")}
         return {
@@ -259,7 +258,6 @@ class _Steps:
         self.count += 1
 
     def done(self) -> None:
-        """Report the end."""
         if self.progress is not None:
             self.progress(self.total, self.total, "done")
 

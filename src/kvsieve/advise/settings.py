@@ -85,7 +85,6 @@ def _without_binding_floor(method: str, given: dict[str, Any], context: int) -> 
 def _budgets(
     evaluator: Evaluator, options: AdviceOptions, method: str, given: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the parameters to add to a method's for each of its settings."""
     if "budget" not in method_info(method).parameters or "budget" in given:
         return [{}]
     if options.budgets:

@@ -178,7 +178,6 @@ def _main(sample: dict[str, Any]) -> Run | None:
 
 
 def _seconds(run: Run, new_tokens: int) -> float:
-    """Return the seconds from the start to the last token."""
     return run["ttft_s"] + run["tpot_s"] * (new_tokens - 1) + run.get("capture_s", 0.0)
 
 

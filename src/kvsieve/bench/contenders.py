@@ -39,9 +39,7 @@ class Contender(Protocol):
         """
         ...
 
-    def describe(self) -> dict[str, Any]:
-        """Return a JSON-ready description."""
-        ...
+    def describe(self) -> dict[str, Any]: ...
 
 
 @dataclass

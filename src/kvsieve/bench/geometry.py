@@ -53,11 +53,9 @@ class Layer:
 
     @property
     def state_flops(self) -> float:
-        """FLOPs per token with the recurrent state."""
         return _STATE_FLOPS * (self.state_elements + self.wide_state_elements)
 
     def state_bytes(self, element_bytes: int) -> int:
-        """Bytes of the recurrent state of one row."""
         return self.state_elements * element_bytes + self.wide_state_elements * _WIDE_BYTES
 
 

@@ -43,7 +43,6 @@ class LoadTest:
         self._lock = threading.Lock()
 
     def prompt(self, length: int) -> list[int]:
-        """Return the next prompt."""
         with self._lock:
             at, self._at = self._at, self._at + length
         return list(itertools.islice(self._endless(at), length))
@@ -53,7 +52,6 @@ class LoadTest:
         return itertools.chain(self._text[at:], itertools.cycle(self._text))
 
     def ask(self, prompt: Sequence[int]) -> Completed:
-        """Request an answer of `new_tokens`, if the server honours that. Raises ServerError."""
         try:
             return self.client.complete(prompt, self.new_tokens, **self._more)
         except ServerError as error:
@@ -128,7 +126,6 @@ def _summary(found: Sequence[Completed]) -> dict[str, Any]:
 
 
 def _spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Return the median and the 95th percentile."""
     if not values:
         return None
     high = statistics.quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0]

@@ -26,7 +26,6 @@ class PlainConfig:
         vars(self).update(values)
 
     def get_text_config(self, decoder: bool = True) -> PlainConfig:
-        """Return the config, which is for text only."""
         return self
 
 

@@ -36,7 +36,6 @@ class Spending:
         self._functions: dict[str, Callable[..., Any]] = {}
 
     def start(self) -> None:
-        """Start with prefill."""
         for module in self._model.modules():
             if isinstance(module, nn.Linear):
                 self._handles.append(module.register_forward_pre_hook(lambda *given: self._enter(WEIGHTS)))
@@ -48,12 +47,10 @@ class Spending:
         self._since = time.perf_counter()
 
     def answer(self) -> None:
-        """Attribute time to decode from here."""
         self._charge()
         self._phase = TOKEN
 
     def close(self) -> None:
-        """Remove hooks and functions."""
         self._charge()
         for handle in self._handles:
             handle.remove()

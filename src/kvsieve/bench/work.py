@@ -57,7 +57,6 @@ class Work:
         self._handles = hooks
 
     def stop(self) -> None:
-        """Note the end of the prompt."""
         if self._handles:
             if self._spending is not None:
                 self._spending.answer()
@@ -65,7 +64,6 @@ class Work:
             self.close()
 
     def close(self) -> None:
-        """Remove the hooks and release the cache."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._cache = [], None

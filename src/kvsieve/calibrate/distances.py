@@ -68,7 +68,6 @@ def mean(of: Sequence[Distance]) -> Distance:
 
 
 def is_near(found: Distance, tolerance: float | None) -> bool:
-    """Return whether tokens may be dropped there under "settled"."""
     return found.relative <= (TOLERANCE if tolerance is None else tolerance) and found.kl <= KL_BOUND
 
 

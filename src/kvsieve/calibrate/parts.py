@@ -280,5 +280,4 @@ class Parts:
 
 
 def _short(value: float) -> float | None:
-    """Round to four digits; None for values that JSON cannot represent."""
     return float(f"{value:.4g}") if abs(value) < float("inf") else None

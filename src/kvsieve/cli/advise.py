@@ -185,7 +185,6 @@ def _check_model(name: str | None, dtype: str, device: str | None, options: Advi
 
 
 def print_advice(advice: Advice, model: str | None, wide: bool = False) -> None:
-    """Print the table, the recommendation and its reasons."""
     from kvsieve.advise.choose import on_frontier
 
     rows = [_row(each, on_frontier(each, advice.candidates)) for each in advice.candidates]

@@ -195,13 +195,11 @@ def results(questions: Sequence[str], answers: Sequence[DocumentAnswer]) -> dict
 
 
 def cell(row: dict[str, Any]) -> str:
-    """Return a short comparison of an answer with full KV's."""
     words = row["differing_words"]
     return as_full(row["differs_at"]) + (f": {words['here']} | {words['full']}" if words else "")
 
 
 def matrix(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return headers and rows: a row per question, a column per method except full KV."""
     labels = [each["method"] for each in report["methods"]][1:]
     rows = []
     for number, question in enumerate(report["questions"]):
@@ -211,7 +209,6 @@ def matrix(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def costs(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return headers and rows of each method's costs."""
     rows = []
     for each in report["methods"]:
         speed = "-" if each["per_token_s"] is None else f"{1000 * each['per_token_s']:.0f}"

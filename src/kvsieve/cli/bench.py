@@ -171,7 +171,6 @@ def parse_peer_methods(text: str) -> list[tuple[str, Any, dict[str, Any]]]:
 
 
 def find_python(name: str) -> str:
-    """Return the interpreter's path. Raises InputError."""
     found = shutil.which(os.path.expanduser(name))
     if found is None:
         raise InputError(f"--peer-python {name!r} is no interpreter; expected one with kvpress, e.g. peer/bin/python")
@@ -260,7 +259,6 @@ def _peers(peer: Peer, presses: list[tuple[str, Any, dict[str, Any]]]) -> list[P
 
 
 def _cpu(model: Any) -> dict[str, str] | None:
-    """Return the kind of CPU and how it computes attention; None for a model elsewhere."""
     from kvsieve.attention.choice import cpu_paths
     from kvsieve.devices import cpu_kind
 

@@ -13,7 +13,6 @@ from kvsieve.text import markdown_text
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """Return a saved report. Raises InputError."""
     try:
         report = json.loads(path.read_text())
     except (OSError, ValueError) as error:

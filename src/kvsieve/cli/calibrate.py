@@ -145,27 +145,23 @@ def _name_of(model: str) -> str:
 
 
 def announce(quick: bool, seconds: float) -> None:
-    """Print how long it may take, and how to be faster."""
     shorter = "" if quick or seconds < 300 else "; --quick takes a fraction of it"
     say(f"this takes about {format_seconds(seconds)}{shorter}")
 
 
 def method_of(profile: Profile) -> str | None:
-    """Return a method that uses a measured parameter."""
     arrays = {"duoattention": profile.heads, "qfilters": profile.q_filters}
     known = [*profile.parameters, *(name for name, measured in arrays.items() if measured)]
     return next((name for name in ("fastkv", "snapkv", *known) if name in known), None)
 
 
 def hint(model: str | None, method: str, out: Path, dtype: str, device: str | None) -> str:
-    """Return a shell command that uses the profile."""
     words = ["kvsieve", "run", *([] if model is None else [model]), "--method", method, "--profile", str(out)]
     words += ["--prompt", "What is the capital of France?", *([] if dtype == "auto" else ["--dtype", dtype])]
     return shlex.join([*words, *([] if device is None else ["--device", device])])
 
 
 def print_profile(profile: Profile) -> None:
-    """Print the results, part by part."""
     print_table(["part", "found", "by"], [list(row) for row in _rows(profile.measured)], left=3)
     for part, reason in profile.measured.get("left_out", {}).items():
         show(f"note: {part} was left out: {reason}")
@@ -209,7 +205,6 @@ def _rows(measured: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _answers(task: str, found: list[Mapping[str, Any]], tested: list[str]) -> tuple[str, str, str]:
-    """Return the budget from which all answers of a task are full KV's."""
     least = [each["from"] for each in found]
     if None in least:
         share = min((list(each["same"].values())[-1] for each in found if each["same"]), default=0.0)

@@ -178,7 +178,6 @@ def _saved_plan(path: str) -> Plan:
 
 
 def _check_target(path: str | None, force: bool) -> None:
-    """Raise InputError for a --save that cannot be written or must not be replaced."""
     check_writable("--save", path)
     if path is not None and not force and not is_ours(path):
         raise InputError(

@@ -66,7 +66,6 @@ def _read_docx(path: Path) -> str:
 
 
 def _text_of(part: Any) -> str:
-    """Return the text of a paragraph, or of a table with a line per row and tabs between cells."""
     from docx.table import Table
 
     if not isinstance(part, Table):

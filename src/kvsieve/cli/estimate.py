@@ -173,7 +173,6 @@ def _needs_model(plan: Plan) -> bool:
 
 
 def _fitted(run: MethodRun, shape: Any, element_bytes: int) -> MethodRun:
-    """Return a run with its budgets in bytes converted to entries."""
     if not run.plan.budgets_in_bytes:
         return run
     from kvsieve.hf.model.memory import fit

@@ -232,7 +232,6 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 def _own_task(context: typer.Context, task: Path | None, score: str | None) -> list[DocumentTask]:
-    """Return the task of --task and --score, if any."""
     from kvsieve.tasks.rows import rows_task
 
     if task is None and score is not None:

@@ -147,7 +147,6 @@ def _device() -> dict[str, Any]:
 
 
 def _dtype() -> dict[str, str]:
-    """Return the meaning of dtype "auto" here, and why."""
     from kvsieve.devices import auto_dtype
 
     choice = auto_dtype()
@@ -182,7 +181,6 @@ def _model(name: str) -> tuple[dict[str, str], str | None]:
 
 
 def _demo_model() -> tuple[str, str | None]:
-    """Return the place of the demo model, and why it cannot be loaded, with the command that helps."""
     from kvsieve.models import demo
 
     gguf, _, checkpoint = demo.demo_place()

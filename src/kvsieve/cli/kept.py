@@ -44,14 +44,12 @@ def write_page(kept: Kept, page: str, texts: Sequence[str]) -> None:
 
 
 def found_json(kept: Kept | None, texts: Sequence[str]) -> dict[str, Any]:
-    """Return what happened to each text, JSON-ready; {} for no texts."""
     if kept is None or not texts:
         return {}
     return {"found": {text: [{**asdict(each), "states": each.states} for each in kept.of(text)] for text in texts}}
 
 
 def print_found(labels: Sequence[str], kept: Sequence[Kept], texts: Sequence[str]) -> None:
-    """Print a line for every occurrence of every text under every method."""
     for text in texts:
         for label, each in zip(labels, kept, strict=True):
             for line in found_lines(each, text):
@@ -64,5 +62,4 @@ def found_lines(kept: Kept, text: str) -> list[str]:
 
 
 def print_map(kept: Kept) -> None:
-    """Print layers and positions, as wide as the terminal."""
     show(kept.to_text(shutil.get_terminal_size((80, 24)).columns))

@@ -25,7 +25,6 @@ DecodeOption = Annotated[
 
 
 def check_dtype(dtype: str, known: Sequence[str] = DTYPES) -> None:
-    """Raise PlanError for an unknown --dtype."""
     if dtype not in known:
         meant = did_you_mean(_MEANT.get(dtype.lower(), dtype), list(known), None)
         raise PlanError(f"--dtype must be one of {', '.join(known)}, got {dtype!r}{meant}")
@@ -69,7 +68,6 @@ def check_least(least: int, **options: int | None) -> None:
 
 
 def check_device(name: str | None) -> None:
-    """Raise InputError for a device that torch cannot use here."""
     if name is None:
         return
     import torch

@@ -44,7 +44,6 @@ _USE, _MEASURE, _LOOK_UP = "Use", "Measure", "Look up"
 
 
 def _add(panel: str, name: str, command: Callable[..., Any], *lines: str) -> None:
-    """Add a command; lines: its examples."""
     app.command(name, rich_help_panel=panel, epilog=examples(*lines))(command)
 
 
@@ -173,7 +172,6 @@ def _report(error: Exception, as_json: bool, debug: bool) -> int:
 
 
 def _describe(error: Exception) -> tuple[str, int]:
-    """Return one line for people, and the exit code."""
     if hasattr(error, "format_message"):  # typer's own; which class depends on typer's version
         return one_line(error.format_message()), getattr(error, "exit_code", 2)
     if isinstance(error, (PlanError, InputError)):

@@ -155,7 +155,6 @@ class Limit:
         return choice, format_bytes(spare) if spare else "0"
 
     def _longest(self, settings: Settings, tokens: int) -> Settings:
-        """Return settings with the most tokens that fit, at most `tokens`."""
         free = self.size - self.foot.fixed(settings.decode)
         counts = range(1, tokens + 1)
         most = bisect.bisect_right(counts, free, key=lambda count: sum(self._sizes(settings, count)))
@@ -163,7 +162,6 @@ class Limit:
         return replace(settings, tokens=most, kv=kv, work=work)
 
     def _sizes(self, settings: Settings, tokens: int) -> tuple[int, int]:
-        """Return the bytes of the KV and of a pass, of the largest run."""
         plans, foot = [run.plan for run in settings.runs], self.foot
         kv = max(foot.kv(plan, tokens, settings.chunk) for plan in plans)
         work = max(foot.work(plan, tokens, settings.chunk) for plan in plans)
@@ -188,7 +186,6 @@ class Limit:
 
 
 def _halves(count: int, least: int) -> Iterator[int]:
-    """Yield `count`, its half, and so on down to `least`."""
     yield count
     while count > least:
         count = max(count // 2, least)

@@ -55,7 +55,6 @@ def typed_messages() -> Iterator[str]:
 
 
 def _joined(line: str, more: Iterator[str]) -> str:
-    """Return the message that starts with a line, joined with its following lines."""
     if "\n" in line:
         return line  # pasted
     if line.strip() == _BLOCK:

@@ -79,7 +79,6 @@ def _show_method(method: dict[str, Any]) -> None:
 
 
 def method_rows() -> list[dict[str, Any]]:
-    """Return the rows of `kvsieve methods`, JSON-ready."""
     return json.loads(json.dumps([_row(name) for name in kvsieve.list_methods()], default=str))
 
 

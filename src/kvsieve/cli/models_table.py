@@ -85,7 +85,6 @@ def models_markdown(rows: list[Row], version: str) -> str:
 
 
 def _short_kinds(row: Row) -> str:
-    """Return each kind of layer once, such as "window, full"."""
     short = (re.sub(r"sliding | of \d+| with layer \d+|attention in | attention", "", kind) for kind in row.layer_kinds)
     return ", ".join(dict.fromkeys(short))
 
@@ -124,7 +123,6 @@ def not_built(family: str, title: str, reason: str) -> Row:
 
 
 def kinds_of(model: Any) -> tuple[LayerKind, ...]:
-    """Return the kinds of the decoder's layers; () if unknown."""
     from kvsieve.hf.compat import text_config
     from kvsieve.hf.kinds import layer_kinds
 

@@ -62,7 +62,6 @@ MEMORY: dict[str, Any] = {"parser": memory, "metavar": "SIZE"}
 
 
 def examples(*commands: str) -> str:
-    """Return the last lines of a command's help: its examples, one per line."""
     # typer joins lines and keeps paragraphs.
     return "\n\n".join(["Examples:", *(f"kvsieve {each}" for each in commands)])
 

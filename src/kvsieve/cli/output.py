@@ -64,7 +64,6 @@ def wrapped(text: str, indent: str = "") -> str:
 
 
 def one_line(message: object) -> str:
-    """Return a message as one line of limited length."""
     return printable(shortened(" ".join(str(message).split()))) or "no message"
 
 

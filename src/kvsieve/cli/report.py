@@ -67,7 +67,6 @@ def report_command(
 
 
 def _differences(entries: Any) -> list[dict[str, Any]]:
-    """Return every setting against full KV, and against the baseline if there is one, JSON-ready."""
     names = ("task", "length", "question", "label", "budget")
     return [
         {"subject": each.subject.name, "against": against, **dict(zip(names, place, strict=True)), **one.to_dict()}
@@ -90,7 +89,6 @@ def _print_comparison(entries: Any) -> None:
 
 
 def print_means(results: Any) -> None:
-    """Print a table per length, with one column per question mode."""
     from kvsieve.eval.aggregate import budgets_of, cells, labels_of, task_means
     from kvsieve.eval.cuts import cut_documents
     from kvsieve.eval.tables import NONE, budget_name, plus_minus
@@ -115,7 +113,6 @@ def print_means(results: Any) -> None:
 
 
 def aggregated(results: Any) -> dict[str, Any]:
-    """Return the run, its cells, their means over tasks and the costs, JSON-ready."""
     from kvsieve.eval.aggregate import cells, cost_cells, task_means
     from kvsieve.eval.rows import finite
 

@@ -154,7 +154,6 @@ def serve_command(
 
 
 def _check_numbers(port: int, seconds: float, gap: float) -> None:
-    """Raise InputError for a number out of range."""
     if not 0 <= port < 1 << 16:
         raise InputError(f"--port must be from 0 to 65535, got {port}")
     if not seconds > 0:

@@ -60,7 +60,6 @@ def check_options(context: typer.Context, server: str | None, allowed: Sequence[
 
 
 def opened(server: str, extra: str | None, model: str | None) -> tuple[ServerClient, Any, str]:
-    """Return a client of a server, its model's tokenizer, and the tokenizer's name."""
     from kvsieve.client import ServerClient, check_tokenizer_of
     from kvsieve.models import load_tokenizer
     from kvsieve.models.fetch import MODEL_NAME
@@ -151,7 +150,6 @@ def print_load(report: dict[str, Any], as_json: bool, wide: bool = False) -> Non
 def eval_server(
     grid: Grid, server: str, model: str | None, extra: str | None, clients: str, out: Path, resume: bool, haystack: str
 ) -> dict[str, Any]:
-    """Score a server and return the contents of its server.json."""
     if grid.questions != ("visible",):
         raise InputError("--question: a server reads a prompt in one piece, so a question is asked visibly only")
     from kvsieve.eval.served import LEFT_OUT, score_server
@@ -198,7 +196,6 @@ def print_scores(report: dict[str, Any], out: Path, as_json: bool) -> None:
 
 
 def _save(report: dict[str, Any], out: Path) -> None:
-    """Write a report as JSON. Raises InputError."""
     try:
         write_whole(os.path.expanduser(out), json.dumps(report, indent=1) + "\n")
     except OSError as error:

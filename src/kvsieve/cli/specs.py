@@ -61,7 +61,6 @@ class MethodRun:
 
     @property
     def label(self) -> str:
-        """The method in command-line syntax."""
         return spec(self.name, self.given)
 
     @property
@@ -71,7 +70,6 @@ class MethodRun:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Return all parameters with their values, JSON-ready."""
         return all_parameters(self.name, self.given, self.plan.filled)
 
     def for_model(self, model: Any, tokenizer: Any = None) -> MethodRun:
@@ -92,12 +90,10 @@ def parse_codecs(text: str | None) -> list[str | None]:
 
 
 def parse_rests(text: str | None) -> list[str | None]:
-    """Return the codecs of a list like ``none,2bit`` for evicted entries, None for none. Raises PlanError."""
     return _parse_listed(text, "--rest", rest_of, "2bit")
 
 
 def parse_prefills(text: str | None) -> list[str | None]:
-    """Return the sparse prefills of a list like ``none,xattention`` as text, None for none. Raises PlanError."""
     return _parse_listed(text, "--prefill", prefill_of, "xattention")
 
 
@@ -203,7 +199,6 @@ def _has_profile(method: str, profile: str) -> bool:
 
 
 def compared_methods(text: str, budget: str | None, profile: str | None = None) -> list[MethodRun]:
-    """Return the runs of methods; see `compared_specs`. Raises PlanError."""
     return [make_run(name, **given) for name, given in compared_specs(text, budget, profile)]
 
 

@@ -48,7 +48,6 @@ def check_existing(path: str, keys: list[str] | None = None) -> None:
 
 
 def check_stored_plans(path: str | None, plans: Iterable[Plan]) -> None:
-    """Raise InputError if a plan cannot use the given --store."""
     if path is not None:
         from kvsieve.hf.reuse import check_plans
 
@@ -57,7 +56,6 @@ def check_stored_plans(path: str | None, plans: Iterable[Plan]) -> None:
 
 @contextlib.contextmanager
 def opened_store(path: str | None) -> Iterator[PrefixStore | None]:
-    """Open the store of --store, then write and close it; None without one."""
     if path is None:
         yield None
         return

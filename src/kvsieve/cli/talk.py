@@ -87,7 +87,6 @@ class Talk:
         say(text, dim=self.styled)
 
     def _do(self, line: str) -> bool:
-        """Execute a line; return True at the end of the chat."""
         if not line.strip():
             return False
         try:
@@ -203,7 +202,6 @@ class Talk:
         reading = True
 
         def show_status(text: str) -> None:
-            """Replace the line's text until the answer begins."""
             if reading and self.watched:
                 print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -264,7 +262,6 @@ def is_interactive(as_json: bool) -> bool:
 
 
 def _cost(chat: Chat) -> str:
-    """Return a turn's costs in one line."""
     stats, entries, seen = chat.turns[-1], chat.cache.entries(), chat.cache.conversation.caller_length_and_mask()[0]
     parts = [f"{stats.new_tokens} tokens", f"first after {stats.ttft_s:.2f} s"]
     if stats.tpot_s:

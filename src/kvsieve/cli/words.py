@@ -18,7 +18,6 @@ class Words:
         self._column, self._held = 0, ""
 
     def add(self, piece: str) -> str:
-        """Add a piece; return the text to show."""
         if self.width is None:
             return piece
         *words, self._held = re.findall(r"\s*\S+|\s+$", self._held + piece) or [""]
@@ -27,7 +26,6 @@ class Words:
         return out + self.rest() if cell_len(self._held.strip()) >= self.width else out
 
     def rest(self) -> str:
-        """Return the buffered word."""
         word, self._held = self._held, ""
         return self._placed(word)
 

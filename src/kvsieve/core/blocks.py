@@ -36,7 +36,6 @@ class BlockGrid:
 
     @property
     def first(self) -> int:
-        """Key blocks before the first query."""
         return (self.pad + self.length - self.new) // self.block
 
     @property
@@ -122,12 +121,10 @@ class PromptContext:
 
     @property
     def query(self) -> Tensor:
-        """Queries [B, Hq, L, D]."""
         return self.asked.query
 
     @property
     def scale(self) -> float:
-        """Factor of query-key products."""
         return self.asked.scale
 
     def logits(self, products: Tensor, shrink: float = 1) -> Tensor:
@@ -136,7 +133,6 @@ class PromptContext:
 
     @property
     def groups(self) -> int:
-        """Query heads per KV head."""
         return self.query.shape[1] // self.keys.shape[1]
 
 
@@ -175,7 +171,6 @@ class BlockLines:
 
     @classmethod
     def of(cls, ctx: PromptContext, queries: int) -> BlockLines:
-        """Measure the lines of the last `queries` queries."""
         grid, new = ctx.grid, min(queries, ctx.grid.new)
         asked = ctx.query[:, :, -new:].reshape(len(ctx.query), ctx.keys.shape[1], -1, ctx.keys.shape[3])
         logits = ctx.logits((asked @ ctx.keys.transpose(2, 3)).float()).view(*ctx.query.shape[:2], new, grid.length)

@@ -89,13 +89,11 @@ class Codes:
         yield from (part for part in vars(self).values() if part is not None)
 
     def apply(self, change: Callable[[Tensor], Tensor]) -> Codes:
-        """Return codes with `change` applied to every tensor."""
         parts = {each.name: getattr(self, each.name) for each in fields(self)}
         return Codes(**{name: None if part is None else change(part) for name, part in parts.items()})  # type: ignore[arg-type]
 
     @classmethod
     def joined(cls, parts: list[Self]) -> Codes:
-        """Concatenate codes."""
         first = parts[0]
         names = [each.name for each in fields(first)]
         return Codes(
@@ -132,7 +130,6 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
-    """Return the inverse of `pack`: uint8 [..., dim]."""
     if bits == 8:
         return packed
     out: Tensor | None = None
@@ -228,7 +225,6 @@ def nearest_codes(levels: tuple[float, ...], x: Tensor) -> Tensor:
 
 
 def nearest(levels: tuple[float, ...], x: Tensor) -> Tensor:
-    """Return the level nearest to each number of x."""
     codes = nearest_codes(levels, x)
     return level_tensor(levels, x.device).index_select(0, codes.flatten().int()).view_as(x)
 
@@ -270,6 +266,5 @@ def _step(levels: tuple[float, ...]) -> float | None:
 
 @functools.lru_cache(maxsize=64)
 def _borders(levels: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return the midpoints between adjacent levels."""
     each = level_tensor(levels, device)
     return (each[1:] + each[:-1]) / 2

@@ -108,9 +108,7 @@ class SlotRows(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def element_size(self) -> int:
-        """Return the bytes of a number."""
-        ...
+    def element_size(self) -> int: ...
 
     def index_select(self, dim: int, index: Tensor) -> Tensor:
         """Return rows [N, D] of slots int64 [N]; dim: 0."""
@@ -152,7 +150,6 @@ class KVRows:
         return (torch.zeros_like(self.tail) + last)[:, None]
 
     def keys_at(self, entries: Tensor) -> Tensor:
-        """Return keys [X, ..., D] of entries int64 [X, ...]."""
         return self._rows(self.keys, self.slots(entries))
 
     def values_at(self, entries: Tensor) -> Tensor:
@@ -167,7 +164,6 @@ class KVRows:
         return torch.arange(start, end, device=self.tail.device).expand(len(self.tail), -1)
 
     def slots(self, entries: Tensor) -> Tensor:
-        """Return the slots of the entries at indices int64 [X, ...]."""
         kept = 0 if self.body is None else self.body.shape[1]
         after = entries * self.stride + (self.tail - kept * self.stride).view(-1, *(1,) * (entries.ndim - 1))
         if self.body is None:

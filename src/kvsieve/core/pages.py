@@ -26,7 +26,6 @@ class PageTable:
 
     @property
     def pages(self) -> int:
-        """Pages with at least one entry."""
         return self._pages(self.size)
 
     @property

@@ -43,7 +43,6 @@ _interpreted = False
 
 @functools.cache
 def dtypes() -> tuple[torch.dtype, ...]:
-    """Return the dtypes that kernels support."""
     return torch.bfloat16, torch.float16, torch.float32
 
 

@@ -34,7 +34,6 @@ def padded(size: int) -> int:
 
 
 def power_of_two(size: int) -> int:
-    """Return the least power of two >= `size`."""
     return 1 << max(size - 1, 0).bit_length()
 
 

@@ -128,7 +128,6 @@ def _launch_planes(
     per: int,
     outputs: tuple[Tensor, Tensor],
 ) -> None:
-    """Run `planes_kernel`, which supports the formats that `_planes` accepts."""
     rows, parts, groups, _ = outputs[0].shape
     padded_groups = max(8, power_of_two(groups))
     # The number of logits does not depend on how many query heads share the entries.

@@ -35,7 +35,6 @@ def stacked(x):
 
 @triton.jit
 def summed(x, ROWS: tl.constexpr):
-    """Invert `stacked`, in float32."""
     high, low = tl.split(tl.permute(tl.reshape(x, [2, ROWS, x.shape[1]]), (1, 2, 0)))
     return high + low * (1.0 / 2048.0)
 

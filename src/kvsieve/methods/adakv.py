@@ -112,7 +112,6 @@ class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
         return selection
 
     def _select_again(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
-        """Evict during decode to each head's number of entries after the prompt."""
         heads = ctx.state.get("heads", torch.tensor(counts)[:, None]).to(ctx.keys.device)
         stored = ctx.valid if ctx.valid is not None else torch.ones_like(ctx.index, dtype=torch.bool)
         if bool((stored.sum(-1) <= heads).all()):
@@ -154,7 +153,6 @@ class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
         return totals, [max(total - sum(each), 0) for total, each in zip(totals, held, strict=True)]
 
     def _won(self, scores: Tensor, counts: tuple[int, ...], totals: list[int], rests: list[int]) -> Tensor:
-        """Return how many of the best entries of all heads each head has: int64 [B, H]."""
         if self.rule == "kvpress":
             safe = top_mask(scores, tuple(int(count * self.alpha) for count in counts)) & ~scores.isneginf()
             return winners(scores.masked_fill(safe, float("inf")), totals)
@@ -166,7 +164,6 @@ class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
     def _divided(
         self, total: int, rest: int, stored: list[int], held: list[int], must: list[int], won: list[int]
     ) -> list[int]:
-        """Divide a row's `total` entries among its heads."""
         if rest == 0:
             # Protected entries leave no room, maybe not even for those that the base always keeps.
             return allocate([1] * len(won), total, must, stored)
@@ -194,7 +191,6 @@ class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
 
 
 def _is_held(scores: Tensor) -> Tensor:
-    """Return which entries stay regardless of the others' scores."""
     return scores >= torch.finfo(scores.dtype).max
 
 

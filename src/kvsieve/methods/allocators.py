@@ -34,7 +34,6 @@ class Allocator(Wrapper):
         return False
 
     def acting(self, ctx: LayerContext) -> list[int]:
-        """Return the indices of the layers that evict."""
         layers = ctx.layers or range(ctx.num_layers)
         return [index for index in layers if not skipped(self.skip_layers, index, ctx.num_layers)]
 
@@ -105,7 +104,6 @@ class LayerScores:
     even: bool
 
     def cut(self, kept: list[int]) -> Selection:
-        """Keep the best ``kept[b]`` of each row."""
         best = top_mask(self.scores, tuple(kept))
         chosen = pack(best, tuple(kept)) if self.even else pack_ragged(best & ~self.scores.isneginf())
         scores, real = self.scores.gather(-1, chosen.indices), chosen.real()
@@ -131,7 +129,6 @@ class Cascade(Allocator, recuts=True):
     compares: ClassVar[bool] = False
 
     def weigh(self, ctx: LayerContext) -> list[float]:
-        """Return the layer's weight, per row."""
         raise NotImplementedError
 
     def weights(self, seen: Sequence[LayerScores], row: int) -> list[float]:
@@ -161,7 +158,6 @@ class Cascade(Allocator, recuts=True):
         }
 
     def _own(self, ctx: LayerContext, chosen: Selection) -> Selection:
-        """Return the selection for this rank's heads."""
         if not self.compares or ctx.ranks.size == 1:
             return chosen
         # All heads of a layer keep the same number of entries.
@@ -228,7 +224,6 @@ def observed(base: ScoredEvictor) -> int:
 
 
 def _asked(ctx: LayerContext) -> list[int]:
-    """Return the largest number of protected entries per row."""
     asked = torch.zeros(len(ctx.stored), dtype=torch.int64)
     if ctx.protected is not None:
         asked = ctx.protected.sum(-1).amax(-1).cpu()

@@ -48,7 +48,6 @@ class ScoredEvictor(Evictor, takes_quotas=True):
 
     @property
     def why_minimum(self) -> str:
-        """Reason for `least_budget`, for messages."""
         return "one entry"
 
     def scores(self, ctx: LayerContext) -> Tensor:
@@ -99,7 +98,6 @@ def keep_best(evictor: ScoredEvictor | Wrapper, ctx: LayerContext, counts: tuple
 
 
 def hide_padding(ctx: LayerContext, scores: Tensor) -> Tensor:
-    """Set scores [B, H or Hq, N] of padding to -inf."""
     return scores if ctx.valid is None else scores.masked_fill(~_per_head(ctx.valid, scores.shape[1]), float("-inf"))
 
 
@@ -163,12 +161,10 @@ def parse_layers(owner: object, value: Any) -> int | tuple[int, ...]:
 
 
 def skips(layers: int | tuple[int, ...], ctx: LayerContext) -> bool:
-    """Return True if `skip_layers` names this layer."""
     return skipped(layers, ctx.layer_idx, ctx.num_layers)
 
 
 def skipped(layers: int | tuple[int, ...], index: int, num_layers: int) -> bool:
-    """Return True if `skip_layers` names layer `index`."""
     return index < layers if isinstance(layers, int) else index in layers or index - num_layers in layers
 
 
@@ -220,7 +216,6 @@ def positions(ctx: LayerContext) -> Tensor:
 
 
 def model_facts(ctx: LayerContext) -> ModelFacts:
-    """Return ``ctx.model``. Raises UnsupportedModelError if there is none, outside of kvsieve.attach."""
     if ctx.model is None:
         raise UnsupportedModelError("the evictor needs facts about the model, which kvsieve.attach provides")
     return ctx.model

@@ -54,6 +54,5 @@ class BlockPrefill(SparsePrefill):
 
 
 def check_share(role: SparsePrefill, name: str, value: float) -> None:
-    """Raise PlanError unless a parameter is in (0, 1]."""
     if not 0 < value <= 1:
         raise PlanError(f"{type(role).__name__}: {name} must be above 0 and at most 1, got {value:g}")

@@ -45,7 +45,6 @@ class _Statistics:
 
 
 def _statistics(ctx: LayerContext, window: int) -> _Statistics:
-    """Compute the statistics in blocks of entries, cached per layer."""
     asked = ctx.layer_idx, window
     if ctx.shared.get("cake", (None,))[0] == asked:
         return ctx.shared["cake"][1]

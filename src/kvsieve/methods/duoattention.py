@@ -106,7 +106,6 @@ class DuoAttention(ScoredEvictor, heads="all", ragged=True, query_aware=False):
         return selection
 
     def _firsts(self, count: int) -> int:
-        """Return the sinks of a row that keeps `count` entries."""
         return min(self.sinks, count // 5 if count <= self.sinks + self.recent else self.sinks)
 
     def _share_out(self, ctx: LayerContext, counts: tuple[int, ...]) -> bool:

@@ -68,7 +68,6 @@ class ExpectedAttention(ScoredEvictor, needs=("rotary", "uncapped"), heads="own"
         return f"{self.sinks} sinks and one more"
 
     def observe(self, ctx: LayerContext) -> None:
-        """Add this pass's queries to the count, mean and scatter in the layer's state."""
         if skips(self.skip_layers, ctx):
             return
         new = ctx.query.shape[2]

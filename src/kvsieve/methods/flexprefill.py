@@ -67,7 +67,6 @@ class FlexPrefill(BlockPrefill, heads="own"):
 
 
 def _divergence(p: Tensor, q: Tensor) -> Tensor:
-    """Return the Jensen-Shannon divergence of distributions [..., N], in nats."""
     middle = ((p + q) / 2).clamp_min(1e-30).log()
     first, second = (each * (each.clamp_min(1e-30).log() - middle) for each in (p, q))
     return ((first + second) / 2).sum(-1).clamp_min(0)

@@ -116,7 +116,6 @@ class H2O(ScoredEvictor, heads="own", query_aware=True):
         return selection
 
     def observe(self, ctx: LayerContext) -> None:
-        """Add this pass's mass to that of earlier passes, [B, H, N] in the layer's state, with the token indices."""
         if skips(self.skip_layers, ctx):
             return
         mass, before = received_mass(ctx), ctx.state.get("mass")

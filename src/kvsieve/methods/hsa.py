@@ -43,7 +43,6 @@ def stored_entries(length: int, new_tokens: int, tokens: int) -> int:
 
 
 def hsa_setting(stored: int, tokens: int, dim: int, page: int | None = None) -> Setting:
-    """Return P, k1 and k2 for `stored` entries and a budget of `tokens`."""
     ratio = max(1.0, stored / tokens)
     if page is None:
         # The minimum is one channel, which limits the number of pages.

@@ -97,7 +97,6 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
         return any(getattr(self, name) is None for name in _REQUESTS)
 
     def for_tokenizer(self, tokenizer: Any) -> KVzip:
-        """See Plan.for_tokenizer."""
         missing = [name for name in _REQUESTS if getattr(self, name) is None]
         made: dict[str, Any] = {**repeat_requests(tokenizer)} if missing else {}
         return replace(self, **{name: made[name] for name in missing})

@@ -115,7 +115,6 @@ class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remember
 
     @property
     def _fixed(self) -> int:
-        """Return floor(r L) if r is the budget's share itself."""
         return int(self.lag * (self.budget.ratio or 0))
 
     def _acts(self, stored: int, count: int, done: int, ends_prompt: bool) -> bool:
@@ -126,7 +125,6 @@ class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remember
         return stored > count and (another or (ends_prompt and done > self.sinks))
 
     def _new(self, stored: int, done: int) -> int:
-        """Return the number of partitions of a row to score next; see `_acts`."""
         complete = max((stored - done) // self.lag - 1, 0)
         if not self.chunks:
             return complete
@@ -182,7 +180,6 @@ class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remember
 
     @staticmethod
     def _known(ctx: LayerContext, row: int, size: int) -> Tensor:
-        """Return the scores of entries of scored partitions, [H, size]."""
         if not size:
             return torch.zeros(ctx.keys.shape[1], 0, dtype=score_dtype(ctx.keys.dtype), device=ctx.keys.device)
         scores: Tensor = ctx.state["scores"]
@@ -249,7 +246,6 @@ class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remember
         return best if places is None else best.index_select(1, places)
 
     def _scores(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Score the first P partitions: [H, (P + 1) L, D] each -> [H, P, L]."""
         dtype = score_dtype(keys.dtype)
         parts = [each.to(dtype).unflatten(1, (-1, self.lag)) for each in (keys, values)]
         if self.variant == "l2":

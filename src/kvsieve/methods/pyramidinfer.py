@@ -85,7 +85,6 @@ class PyramidInfer(Propagator, heads="all", query_aware=True):
         return self.interval
 
     def queries(self, length: int) -> int:
-        """Return R + 1 for a prompt of `length` tokens."""
         return int(length * self.recent) + 1
 
     def share(self, layer: int, num_layers: int, layers: tuple[int, ...] = ()) -> float:
@@ -102,7 +101,6 @@ class PyramidInfer(Propagator, heads="all", query_aware=True):
         return (1 - self.rate) * left + self.rate
 
     def passed_on(self, length: int, tail: int, share: float) -> int:
-        """Return how many of the `length` tokens that a layer got it passes on."""
         kept = int((length - tail) * share)
         return min(length, max(tail + kept, self.floor)) if kept > self.min_context else length
 

@@ -48,7 +48,6 @@ class BudgetReader(Reader):
         self.budget.refuse_fewer(LEAST, type(self).__name__, "in each step")
 
     def parameters(self, tokens: int, facts: ReadFacts) -> Setting:
-        """Return the setting for `tokens` entries per step."""
         raise NotImplementedError
 
     def setting(self, facts: ReadFacts) -> Setting | None:

@@ -81,5 +81,4 @@ class SageKV(ScoredEvictor, heads="own", query_aware=True):
         return scores.masked_fill(first_real(ctx, self.sinks), float("inf"))
 
     def _window(self, ctx: LayerContext, counts: tuple[int, ...]) -> Tensor:
-        """Return the recent window of each row, bool [B or 1, 1 or H, N]."""
         return last_real(ctx, tuple(max(1, min(int(count * self.recent), count - self.sinks)) for count in counts))

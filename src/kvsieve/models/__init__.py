@@ -72,7 +72,6 @@ def _load_any(name: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel, Pre
 
 
 def load_tokenizer(model_id_or_dir: str | None) -> PreTrainedTokenizerBase:
-    """Load only a model's tokenizer; see `load`."""
     from transformers import AutoTokenizer
 
     from kvsieve.models import demo
@@ -85,7 +84,6 @@ def load_tokenizer(model_id_or_dir: str | None) -> PreTrainedTokenizerBase:
 
 
 def __getattr__(name: str) -> Any:
-    """Import load_demo, and torch with it, on first use."""
     if name == "load_demo":
         from kvsieve.models.demo import load_demo
 

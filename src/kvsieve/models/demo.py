@@ -65,7 +65,6 @@ def load_demo(dtype: torch.dtype | Literal["auto"] = "auto") -> tuple[PreTrained
 
 
 def demo_place() -> tuple[Path | None, str, Path]:
-    """Return the GGUF file, its hash, and the directory for its conversion. Raises ModelLoadError."""
     gguf = find_gguf()
     digest = gguf_sha256(gguf) if gguf else GGUF_SHA256
     return gguf, digest, cache_dir() / f"{MODEL_NAME}-{digest[:12]}-v{CHECKPOINT_VERSION}"

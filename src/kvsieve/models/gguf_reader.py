@@ -54,7 +54,6 @@ def convert(gguf_file: Path, out: Path) -> None:
 
 
 def _weight(tensor: Any, fields: dict[str, Any]) -> tuple[str, Tensor]:
-    """Return a tensor's name in transformers, and its values in bfloat16."""
     import gguf
 
     weight = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))

@@ -21,7 +21,6 @@ _FOLDER = Path(__file__).parent
 
 
 def shipped_profiles() -> list[str]:
-    """Return the names of the profiles that come with kvsieve."""
     return sorted(file.stem for file in _FOLDER.glob("*.json"))
 
 
@@ -74,7 +73,6 @@ def own_profile(model: Fingerprint) -> Path:
 
 
 def _plain_name(model: Fingerprint) -> str:
-    """Return a checkpoint's name without its owner or folder, usable as a file name."""
     return re.sub(r"[^a-z0-9.]+", "-", Path(model.name).name.lower()).strip("-.") or "model"
 
 

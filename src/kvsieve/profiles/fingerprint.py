@@ -56,13 +56,11 @@ class Fingerprint:
         )
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """Names of the fields that differ."""
         names = [each.name for each in fields(self) if each.compare]
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 
     @property
     def digest(self) -> str:
-        """Return 12 hex digits shared by models of one shape."""
         shape = [getattr(self, each.name) for each in fields(self) if each.compare]
         return hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:12]
 

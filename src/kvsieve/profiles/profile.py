@@ -51,7 +51,6 @@ class Profile:
         return dict(self.parameters[method])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready dict; `from_dict` reads it."""
         parts = {each.name: getattr(self, each.name) for each in fields(self)}
         parts["fingerprint"] = asdict(self.fingerprint)
         return {"format": FORMAT, **{name: part for name, part in parts.items() if part is not None}}
@@ -105,7 +104,6 @@ def numbers(nested: Any, depth: int) -> Any:
 
 
 def _json(value: Any, indent: str = "") -> str:
-    """Format as JSON with lists of numbers, and objects in lists, on one line each."""
     inner = indent + " "
     if isinstance(value, Mapping) and value:
         lines = [f"{inner}{json.dumps(str(name))}: {_json(each, inner)}" for name, each in value.items()]

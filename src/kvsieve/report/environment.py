@@ -94,7 +94,6 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
 
 
 def stamps(result: Any) -> Iterator[dict[str, Any]]:
-    """Yield every stamp within a result, at any depth."""
     if isinstance(result, dict) and {"kvsieve", "commit"} <= result.keys():
         yield result
     elif isinstance(result, (dict, list)):

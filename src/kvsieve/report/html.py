@@ -136,7 +136,6 @@ def _row(data: Table, number: int) -> str:
 
 
 def text_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table of words: left-aligned, wrapped."""
     heads = "".join(f'<th scope="col" class="name">{text(header)}</th>' for header in headers)
     lines = "\n".join(f"<tr>{_text_row(row)}</tr>" for row in rows)
     return (
@@ -161,7 +160,6 @@ def figure(picture: Picture) -> str:
 
 
 def figures(pictures: Sequence[Picture]) -> str:
-    """Show the first picture, and the others on request."""
     if not pictures:
         return ""
     rest = "\n".join(f"<details><summary>{text(each.title)}</summary>{figure(each)}</details>" for each in pictures[1:])

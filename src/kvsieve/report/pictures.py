@@ -22,7 +22,6 @@ class Picture:
 
     @property
     def inline(self) -> tuple[str, bytes]:
-        """Return the MIME type and content for the report."""
         if self.png is not None and len(self.svg) > SVG_LIMIT:
             return "image/png", self.png
         return "image/svg+xml", self.svg

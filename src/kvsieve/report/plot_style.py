@@ -78,7 +78,6 @@ def wrap(text: str, width: int = 26, lines: int = 4) -> str:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return a figure of this size in inches."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -88,7 +87,6 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def legend_height(names: Sequence[str]) -> float:
-    """Return the height in inches that `add_legend` needs for these names."""
     return 0.3 + sum(0.155 * (wrap(name).count("\n") + 1) + 0.05 for name in names)
 
 
@@ -118,7 +116,6 @@ def set_budget_axis(axes: Axes, places: dict[str, float]) -> None:
 
 
 def svg_bytes(figure: Figure) -> bytes:
-    """Return SVG without its creation time."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()

@@ -35,7 +35,6 @@ class AllowedPlans:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Methods that requests may name."""
         return tuple(dict.fromkeys((self.method, *self.others)))
 
     def of(self, asked: KVOptions | None) -> Plan:

@@ -106,7 +106,6 @@ class _Application(FastAPI):
     """FastAPI that describes the bodies read by `_parsed` like those it reads itself."""
 
     def openapi(self) -> dict[str, Any]:
-        """Return the schema, cached."""
         made = self.openapi_schema is None
         schema: dict[str, Any] = super().openapi()
         if made:

@@ -57,7 +57,6 @@ def _choices(
 async def chat_chunks(
     request: ChatRequest, order: Order, exchange: Exchange, spelled: TokenBytes
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield chunks of all answers as they are generated."""
     envelope, held = (
         Envelope("chatcmpl", request.model, True),
         [HeldText(order.calls) for _ in range(order.answers)],
@@ -116,7 +115,6 @@ def _ends_like_mark(text: str) -> bool:
 
 
 def _progress(progress: PromptProgress) -> dict[str, int]:
-    """Return a prefill's progress in llama.cpp's form."""
     return {
         "total": progress.total,
         "cache": progress.cached,

@@ -38,7 +38,6 @@ async def completion_reply(
 async def completion_chunks(
     request: CompletionRequest, orders: Sequence[Order], exchange: Exchange, spelled: TokenBytes
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield parts of all answers as they are generated."""
     envelope, each = Envelope("cmpl", request.model, True), orders[0].answers
     wanted = request.stream_options is not None and request.stream_options.include_usage
     none = {"usage": None} if wanted else {}

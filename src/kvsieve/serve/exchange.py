@@ -41,7 +41,6 @@ class Exchange:
             self._loop.call_soon_threadsafe(self._events.put_nowait, (number, event))
 
     def cancel(self) -> None:
-        """Stop the orders in progress."""
         for ticket, summary in zip(self._jobs, self.summaries, strict=False):
             if summary is None:
                 ticket.cancel()

@@ -43,7 +43,6 @@ class Failure(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """Return the body."""
         kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
@@ -114,5 +113,4 @@ def _got(fault: Mapping[str, Any]) -> str:
 
 
 def _cut(text: str, most: int) -> str:
-    """Return a text, or its two ends if it is longer than `most`."""
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"

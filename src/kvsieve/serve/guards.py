@@ -114,5 +114,4 @@ class _Upload:
 
 
 def json_error(failure: Failure) -> Any:
-    """Return the response for a failure."""
     return JSONResponse(failure.body, failure.status, failure.headers)

@@ -29,11 +29,9 @@ class Keys:
         self._needed = bool(self._digests) if needed is None else needed
 
     def __bool__(self) -> bool:
-        """Return whether requests need a key."""
         return self._needed
 
     def check(self) -> None:
-        """Raise InputError if requests need a key and there is none."""
         if self._needed and not self._digests:
             raise InputError(
                 f"{ENVIRONMENT} is set and has no key: write keys with commas between them, or unset it for a server "
@@ -77,7 +75,6 @@ def read_keys(path: str | None) -> Keys:
 
 
 def is_local(host: str) -> bool:
-    """Return whether only this machine can reach an address."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host.lower() == "localhost"

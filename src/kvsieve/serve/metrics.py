@@ -47,12 +47,10 @@ class Metrics(Collector):
         return Histogram(f"kvsieve_{name}_seconds", text, registry=self.registry, buckets=_SECONDS)
 
     def note(self, summary: Summary) -> None:
-        """Add a request's times."""
         self._ttft.observe(summary.ttft_s)
         self._whole.observe(summary.seconds)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the counts of the scheduler and the store."""
         counts, state = self.scheduler.counts, self.scheduler.state()
         for name, text in _COUNTS.items():
             yield CounterMetricFamily(f"kvsieve_{name}", text, value=counts[name])
@@ -62,5 +60,4 @@ class Metrics(Collector):
             yield GaugeMetricFamily(f"kvsieve_store_{name}", f"The store's {name.replace('_', ' ')}", value=value)
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' format."""
         return generate_latest(self.registry)

@@ -49,7 +49,6 @@ class ReadingPace:
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
-        """Time a decode pass."""
         began = self._clock()
         yield
         self._passes.append(self._clock() - began)
@@ -96,7 +95,6 @@ class ReadingPace:
 
 
 def pace_on(device: torch.device, gap: float) -> ReadingPace:
-    """Return the pace for a model on a device."""
     return ReadingPace(gap, finish=functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else None)
 
 

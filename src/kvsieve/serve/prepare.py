@@ -108,7 +108,6 @@ class Preparer:
         return orders
 
     def _prompt_ids(self, prompt: str | list[int] | None, parse_special: bool) -> list[int]:
-        """Return the token ids of a completion's prompt."""
         if isinstance(prompt, str):
             self._check_length(prompt)
             with self._lock:
@@ -120,14 +119,12 @@ class Preparer:
         return [token for token in begins if token is not None][:1]
 
     def tokens(self, request: TokenizeRequest) -> list[int]:
-        """Return a text's token ids, as in a completion. Raises InputError."""
         if request.add_special_tokens is not False:
             return self._prompt_ids(request.prompt, parse_special=True)
         self._check_length(request.prompt)
         return self._ids(request.prompt)
 
     def text(self, ids: tuple[int, ...]) -> str:
-        """Decode tokens without special ones."""
         return self._text_of(ids)
 
     def _rendered(self, messages: list[dict[str, Any]], tools: Any, ask: bool = True) -> str:
@@ -246,7 +243,6 @@ def _plain_constraints(request: CompletionRequest) -> tuple[list[tuple[int, int]
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:
-    """Return a message for chat templates."""
     content = message.content if message.content is not None else message.refusal
     if content is None and not message.tool_calls:
         raise InputError(f"messages: the {message.role}'s message has no content")

@@ -38,7 +38,6 @@ class FairQueue:
         return ticket
 
     def drop(self, gone: Callable[[Ticket], bool]) -> list[Ticket]:
-        """Remove and return the tickets that `gone` selects."""
         out = [ticket for ticket in self if gone(ticket)]
         for owner in list(self._waiting):
             left = deque(ticket for ticket in self._waiting[owner] if ticket not in out)

@@ -105,7 +105,6 @@ class PromptReader:
         self._run.rest(ends_pass=True)
 
     def _report(self) -> None:
-        """Send the progress, if requested."""
         order = self.ticket.order
         if order.progress:
             seconds = time.perf_counter() - self._began

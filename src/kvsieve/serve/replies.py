@@ -41,7 +41,6 @@ class Envelope:
 
 
 def usage(summaries: Sequence[Summary]) -> dict[str, Any]:
-    """Return tokens and kept entries of all prompts of a request."""
     prompt, made = (sum(each.prompt_tokens for each in summaries), sum(each.new_tokens for each in summaries))
     first = summaries[0]
     out: dict[str, Any] = {

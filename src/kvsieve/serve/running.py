@@ -66,22 +66,18 @@ class Running:
 
     @property
     def going(self) -> int:
-        """Answers in progress."""
         return sum(rows.going for rows in self.rows)
 
     def cut(self) -> None:
-        """End all answers at their current length."""
         for answer in self.answers:
             if answer.finish is None:
                 answer.cut()
 
     def drop(self) -> None:
-        """Stop decoding the answers."""
         for rows in self.rows:
             rows.dropped = True
 
     def summary(self) -> Summary:
-        """Return the costs of the ended request."""
         ticket, first, now = self.ticket, self.answers[0], time.perf_counter()
         stats = stats_of(self.reading.sieve, self.reading.cache, first.times, ticket.came, None)
         return Summary(

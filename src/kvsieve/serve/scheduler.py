@@ -77,12 +77,10 @@ class Scheduler:
 
     @property
     def alive(self) -> bool:
-        """True while requests are accepted."""
         return self._thread.is_alive() and self._closing is None and self._ended is None
 
     @property
     def counts(self) -> collections.Counter[str]:
-        """Requests, tokens and passes so far."""
         return self._work.counts
 
     def submit(self, order: Order, tell: Callable[[Event], None]) -> Ticket:
@@ -125,7 +123,6 @@ class Scheduler:
 
     @property
     def context(self) -> int | None:
-        """Tokens of the model's context, None if unlimited."""
         return context_of(self.sieve.config)
 
     def state(self) -> dict[str, int]:

@@ -123,7 +123,6 @@ class Ticket:
 
     @property
     def cancelled(self) -> bool:
-        """True if the client has left."""
         return self._cancelled.is_set()
 
     def cancel(self) -> None:

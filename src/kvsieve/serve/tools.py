@@ -87,7 +87,6 @@ def split_calls(text: str, form: CallForm = CallForm()) -> tuple[str, list[dict[
 
 
 def _marked(text: str) -> Iterator[str | dict[str, Any]]:
-    """Yield calls, and the text before, between and after them."""
     at = 0
     while (begin := text.find(MARK, at)) >= 0:
         yield text[at:begin]

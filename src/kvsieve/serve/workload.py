@@ -59,7 +59,6 @@ class Workload:
         return bool(self._reading or self._running)
 
     def state(self) -> dict[str, int]:
-        """Count current prefills and answers, and reserved bytes."""
         return {
             "reading": len(self._reading),
             "running": sum(each.going for each in list(self._running)),
@@ -72,7 +71,6 @@ class Workload:
         return self.bytes.of(len(order.ids)) + order.answers * self.bytes.of(order.max_tokens + room)
 
     def has_room(self, order: Order) -> bool:
-        """Return whether a request fits beside the current ones."""
         rows = sum(each.going for each in self._running) + sum(each.ticket.order.answers for each in self._reading)
         if rows and rows + order.answers > self.limits.running:
             return False
@@ -136,7 +134,6 @@ class Workload:
         return len(reading) + len(running)
 
     def fail(self, ticket: Ticket, error: Exception) -> None:
-        """End a request with an error."""
         self.counts["failed"] += 1
         if not isinstance(error, KvsieveError):
             _log.error("a request failed: %s", type(error).__name__, exc_info=error)
@@ -175,7 +172,6 @@ class Workload:
         return self._rows_alone
 
     def _answer(self, reading: PromptReader) -> None:
-        """Choose the first tokens after a prefill."""
         ticket, logits = reading.ticket, reading.logits
         assert logits is not None
         order = ticket.order
@@ -190,7 +186,6 @@ class Workload:
             self._finish(running)
 
     def _decode(self) -> None:
-        """Run a decode pass for every answer."""
         going = [rows for running in self._running for rows in running.rows if rows.going]
         passes, tokens = step(self.sieve, going, self._failed)
         self.counts["decode_passes"] += passes

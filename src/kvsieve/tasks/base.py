@@ -29,7 +29,6 @@ class Generated:
         return self.build(draw(seed, self.name, length, index), index, length, count)
 
     def document(self, index: int) -> int:
-        """See Task.document: every sample has its own text."""
         return index
 
     def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:

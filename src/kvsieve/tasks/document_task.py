@@ -24,7 +24,6 @@ def keep_end(text: str, size: int) -> str:
 
 
 def keep_ends(text: str, size: int) -> str:
-    """Drop the middle of the text, keeping `size` characters."""
     return text[: size - size // 2] + text[len(text) - size // 2 :]
 
 
@@ -102,7 +101,6 @@ class DocumentTask:
 
     @property
     def answer_tokens(self) -> int:
-        """Return the most tokens of any answer."""
         return max(each.turn.max_new_tokens for own in self._documents for each in own)
 
     def _place(self, index: int) -> tuple[int, int]:

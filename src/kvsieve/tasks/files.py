@@ -38,7 +38,6 @@ class FileRow:
     values: Mapping[str, Any]
 
     def wrong(self, what: str) -> InputError:
-        """Return an error that names the row."""
         return InputError(f"{self.file}, line {self.line}: {what}")
 
 

@@ -59,7 +59,6 @@ def _topics() -> str:
 
 
 def text_digest(text: str) -> str:
-    """Return 16 digits that identify a haystack's text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -112,5 +111,4 @@ def noise_words(count: int) -> str:
 
 
 def draw(seed: int, task: str, length: int, index: int) -> random.Random:
-    """Return a random generator for one sample, the same everywhere."""
     return random.Random(f"{seed}/{task}/{length}/{index}")

@@ -146,7 +146,6 @@ def _filled(template: str, values: Mapping[str, str]) -> str:
 
 
 def _values(row: FileRow, part: _Part) -> dict[str, str]:
-    """Return the fields of a prompt, including words of the row's input."""
     asked = row.values["input"]
     values = {"input": asked}
     whole = part.prompt + part.prefix

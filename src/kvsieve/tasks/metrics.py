@@ -103,7 +103,6 @@ def rouge_l(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
 
 
 def rouge_lsum(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """Score as `rouge_l` does, line by line (ROUGE-L of a summary)."""
     return _rouge("rougeLsum", answer, expected)
 
 
@@ -113,7 +112,6 @@ def chinese_rouge_l(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
 
 
 def chinese_word_f1(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """Best F1 over `expected` on jieba's words, ignoring punctuation."""
     return {"score": max(_f1(_chinese_words(answer), _chinese_words(each)) for each in expected)}
 
 

@@ -79,7 +79,6 @@ class NoLiMa:
         return len(self._needles) * DEPTHS * len(self._books)
 
     def document(self, index: int) -> int:
-        """See Task.document: every sample has its own needle's place."""
         return index
 
     def sample(self, index: int, length: int, seed: int, count: Count) -> Sample:
@@ -108,7 +107,6 @@ class NoLiMa:
 
 
 def _hidden(text: str, fact: str, depth: float) -> str:
-    """Insert `fact` as a line at the line end nearest to the depth."""
     place = round(depth * len(text))
     before, behind = text.rfind("\n", 0, place) + 1, text.find("\n", place) + 1 or len(text)
     at = before if place - before <= behind - place else behind

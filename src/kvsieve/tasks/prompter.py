@@ -64,7 +64,6 @@ class Prompter:
         return Encoded(self._ids(context), self._ids(question), tuple(followups))
 
     def count(self, sample: Sample) -> int:
-        """Return the tokens of the prompt up to the first answer."""
         return sum(len(token_ids(self.tokenizer, part)) for part in self._split(sample, 0))
 
     def answer(self, tokens: list[int]) -> tuple[str, int]:

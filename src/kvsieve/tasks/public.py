@@ -25,7 +25,6 @@ _LOADERS: dict[str, Callable[[str, str | Path], Task]] = {
 
 
 def is_public(name: str) -> bool:
-    """Return whether a task is a public benchmark's, not a generated one."""
     return name.startswith(("scbench", *_LOADERS))
 
 
@@ -68,7 +67,6 @@ def data_digests(tasks: Iterable[Task]) -> dict[str, str]:
 
 
 def public_tasks() -> list[tuple[str, str]]:
-    """Return the names and titles of the tasks of public benchmarks."""
     files = {
         "L-Eval": leval.NAMES,
         "LongBench": longbench.NAMES,

@@ -125,7 +125,6 @@ def _rows(source: Path | Sequence[Mapping[str, Any]], owner: str) -> list[FileRo
 
 
 def _answers(row: FileRow) -> tuple[str, ...]:
-    """Return the right answers of a row. Raises InputError."""
     if "answer" not in row.values and "answers" not in row.values:
         raise row.wrong("'answer' is missing; expected a text, or a list of texts of which any is right")
     given = row.values["answer"] if "answer" in row.values else row.values["answers"]

@@ -31,7 +31,6 @@ class QuestionAnswer:
 
     @property
     def reply(self) -> str:
-        """Return the right answer as the assistant's message in a conversation."""
         right = ", ".join(self.answers) if self.golden is None else self.golden
         return f"{self.prefix} {right}".strip()
 

@@ -167,7 +167,6 @@ class SCBench:
         return (context if isinstance(context, str) else json.dumps(context, ensure_ascii=False)).strip()
 
     def document(self, index: int) -> int:
-        """See Task.document: a row's questions are one sample."""
         return index
 
     def _turns(self, row: Mapping[str, Any], index: int) -> list[QuestionAnswer]:

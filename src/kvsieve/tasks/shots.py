@@ -100,7 +100,6 @@ class Arithmetic(Generated):
 
 
 def _sum(rng: random.Random) -> tuple[str, str, str, int]:
-    """Return a story, its question, the answering term and the term's value."""
     name, thing = rng.choice(FIRST_NAMES), rng.choice(_THINGS)
     first, second = rng.randrange(2, 10), rng.randrange(1, 10)
     asked = f"How many {thing} does {name} have now?"

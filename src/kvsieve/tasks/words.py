@@ -36,7 +36,6 @@ COUNTRIES = tuple("Austrania Borlund Cestonia Dalvaria Elvonia Feronia Galdania 
 
 
 def word_keys(rng: random.Random, count: int) -> list[str]:
-    """Return `count` different "adjective-noun" keys."""
     size = len(ADJECTIVES) * len(NOUNS)
     picked = rng.sample(range(size), min(count, size))
     keys = [f"{ADJECTIVES[each // len(NOUNS)]}-{NOUNS[each % len(NOUNS)]}" for each in picked]
@@ -45,11 +44,9 @@ def word_keys(rng: random.Random, count: int) -> list[str]:
 
 
 def numbers(rng: random.Random, count: int, figures: int = 7) -> list[str]:
-    """Return `count` different numbers of `figures` digits."""
     return [str(each) for each in rng.sample(range(10 ** (figures - 1), 10**figures), count)]
 
 
 def uuids(rng: random.Random, count: int) -> list[str]:
-    """Return `count` random UUIDs."""
     drawn = (f"{rng.getrandbits(128):032x}" for _ in range(count))
     return [f"{each[:8]}-{each[8:12]}-{each[12:16]}-{each[16:20]}-{each[20:]}" for each in drawn]

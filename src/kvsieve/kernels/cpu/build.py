@@ -63,12 +63,10 @@ class Library:
 
     @property
     def on_threads(self) -> bool:
-        """True if compiled with OpenMP."""
         return self.loaded is not None and bool(self.loaded.on_threads())
 
     @property
     def status(self) -> str:
-        """Describe for people whether it is used, and its compile time."""
         if self.reason is not None:
             return f"not used, {self.reason}"
         cost = "" if self.seconds is None else f", compiled once in {self.seconds:.1f} s"
@@ -89,7 +87,6 @@ def library(name: Name) -> Library:
 
 
 def _with_warning(found: Library) -> Library:
-    """Warn of missing kernels, once per process."""
     if found.reason is not None and not _reasons:
         _reasons.append(found.reason)
         warnings.warn(

@@ -26,7 +26,6 @@ class _Fields(Structure):
 
 
 def built() -> Library:
-    """Return the kernels' library, compiling it first if needed; see build.library."""
     return library("codes")
 
 
@@ -72,7 +71,6 @@ def code_levels(x: Tensor, borders: Tensor) -> Tensor:
 
 
 def shapes(x: Tensor, levels: int) -> bool:
-    """Return whether `shape_codes` supports these vectors."""
     return takes(x, levels) and x.shape[-1] <= _MOST
 
 

@@ -34,7 +34,6 @@ class KernelFolders:
 
 
 def kernel_folders() -> KernelFolders:
-    """Return the folders of kernels, creating them if needed."""
     usable, refused = [], []
     for folder in dict.fromkeys((cache_folder(), temporary_dir() / "kernels")):
         try:

@@ -15,7 +15,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def built() -> Library:
-    """Return the kernels' library, compiling it first if needed; see build.library."""
     return library("layers")
 
 

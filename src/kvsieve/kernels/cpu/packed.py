@@ -151,7 +151,6 @@ def attend_in_parts(
 
 
 def _shape(encoded: AskedBlocks | None, exact: AskedExact | None) -> tuple[int, int, int, int]:
-    """R, G, D and Dv."""
     if encoded is not None:
         rows, groups, dim = encoded.query.shape
         return rows, groups, dim, encoded.values.fields.dim

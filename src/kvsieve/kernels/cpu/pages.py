@@ -30,7 +30,6 @@ class _ChoiceFields(Structure):
 
 
 def built() -> Library:
-    """Return the kernels' library, compiling it first if needed; see build.library."""
     return library("pages")
 
 
@@ -87,6 +86,5 @@ def choose_pages(
 
 @functools.cache
 def _kernels() -> tuple[Callable[..., None], Callable[..., None], Callable[..., int]]:
-    """Return the functions that update bounds, choose pages, and size a thread's scratch for the choice."""
     needed = function("pages", "choice_scratch", c_void_p, returns=c_int64)
     return function("pages", "update_bounds"), function("pages", "choose_pages"), needed

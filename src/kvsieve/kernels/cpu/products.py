@@ -22,7 +22,6 @@ _FORMS = {
 
 
 def built() -> Library:
-    """Return the kernel's library, compiling it first if needed; see build.threaded."""
     return threaded("products")
 
 

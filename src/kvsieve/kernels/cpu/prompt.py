@@ -90,5 +90,4 @@ def block_attention(
 
 @functools.cache
 def _kernels() -> tuple[Callable[..., None], Callable[..., int]]:
-    """Return the functions that attend, and that size a thread's scratch for it."""
     return function("prompt", "read_blocks"), function("prompt", "scratch_of", c_void_p, returns=c_int64)

@@ -88,7 +88,6 @@ class RowJob:
 
 
 def built() -> Library:
-    """Return the kernel's library, compiling it first if needed; see build.library."""
     return library("reading")
 
 
@@ -104,7 +103,6 @@ def _scratch(size: int) -> Tensor:
 
 @functools.cache
 def _kernels() -> tuple[Callable[..., int], Callable[..., int]]:
-    """Return the functions that attend, and that size a thread's scratch for it."""
     read = function("reading", "read_rows", c_void_p, c_int64, returns=c_int)
     return read, function("reading", "scratch_of", c_void_p, returns=c_int64)
 

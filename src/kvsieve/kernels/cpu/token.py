@@ -29,7 +29,6 @@ class _TokenFields(Structure):
 
 
 def built() -> Library:
-    """Return the kernel's library, compiling it first if needed; see build.library."""
     return library("token")
 
 
