@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.attention.prompt import why_not_compiled
-from kvsieve.attention.request import AttentionRequest, DenseEntries, learns
+from kvsieve.attention.request import AttentionRequest, DenseEntries, why_not_learned, why_not_padded
 from kvsieve.core.blocks import BlockGrid
 from kvsieve.kernels.cpu import prompt as compiled
 from kvsieve.types import AttentionQueries
@@ -25,13 +25,10 @@ def has_kernel(dtype: torch.dtype, dim: int) -> bool:
 
 def why_not_kernel(request: AttentionRequest[DenseEntries, None]) -> str | None:
     asked, stored = request.asked, request.stored
-    if stored.valid is not None:
-        return "padding differs by head"
     if asked.query.shape[2] < _LEAST:
         return f"fewer than {_LEAST} tokens"
-    if learns(request):
-        return "a gradient is wanted"
-    return why_not_compiled(asked, stored, _grid(request))
+    reason = why_not_padded(request) or why_not_learned(request)
+    return reason or why_not_compiled(asked, stored, _grid(request))
 
 
 def kernel_attention(request: AttentionRequest[DenseEntries, None]) -> Tensor:

@@ -14,7 +14,15 @@ from kvsieve.attention import causal, chunk
 from kvsieve.attention.blocked import blocked_attention, single_query_attention
 from kvsieve.attention.choice import LONG, faster_for_token, faster_here
 from kvsieve.attention.chunk import chunk_attention, is_even
-from kvsieve.attention.request import AttentionRequest, DenseEntries, Executor, learns, why_not_plain
+from kvsieve.attention.request import (
+    AttentionRequest,
+    DenseEntries,
+    Executor,
+    each_of,
+    why_not_learned,
+    why_not_padded,
+    why_not_plain,
+)
 from kvsieve.kernels.cpu import token as native
 from kvsieve.types import AttentionQueries
 
@@ -136,37 +144,23 @@ TOKEN = (
 def _why_not_by_products(request: _Request) -> str | None:
     if not request.asked.is_plain:
         return None
-    if learns(request):
-        return "a gradient is wanted"
     faster = faster_here(request.asked.query) or _uneven(request.stored)
-    return None if faster else "torch's kernel is faster here"
+    return why_not_learned(request) or (None if faster else "torch's kernel is faster here")
 
 
-def _why_not_prompt_in_c(request: _Request) -> str | None:
-    return _why_not_by_products(request) or causal.why_not_kernel(request)
-
-
-def _why_not_split(request: _Request) -> str | None:
+def _why_not_even(request: _Request) -> str | None:
     if request.asked.softcap is not None:
         return "logits are capped"
-    if request.stored.valid is not None:
-        return "padding differs by head"
-    if learns(request):
-        return "a gradient is wanted"
     return None if is_even(request.asked.query, request.stored.values) else "it is for CPUs, and values as wide as keys"
 
 
-def _why_not_split_beside_sinks(request: _Request) -> str | None:
+def _why_not_sinks(request: _Request) -> str | None:
     if request.asked.sinks is None:
         return "it is for sinks alone"
-    return _why_not_split(request) or ("products are faster here" if faster_here(request.asked.query) else None)
+    return "products are faster here" if faster_here(request.asked.query) else None
 
 
-def _why_not_whole(request: _Request) -> str | None:
-    if request.stored.valid is not None:
-        return "padding differs by head"
-    if (reason := why_not_plain(request)) is not None:
-        return reason
+def _why_not_first(request: _Request) -> str | None:
     return None if request.asked.query.shape[2] == request.stored.keys.shape[2] else "entries were stored before"
 
 
@@ -176,10 +170,6 @@ def _whole(request: _Request) -> Tensor:
 
 def _why_not_aligned(request: _Request) -> str | None:
     query = request.asked.query
-    if request.stored.valid is not None:
-        return "padding differs by head"
-    if (reason := why_not_plain(request)) is not None:
-        return reason
     return None if query.is_cuda and query.element_size() == 2 else "it is for GPUs, in 16 bits"
 
 
@@ -252,14 +242,15 @@ def _rows(request: _Request, attend: Callable[[_Request], Tensor]) -> Tensor:
 
 def prompt_rows(attend: Callable[[_Request], Tensor]) -> tuple[Executor, ...]:
     """Return the executors for many tokens; attend: computes the rows of a padded batch."""
+    split, whole = each_of(_why_not_even, why_not_padded, why_not_learned), each_of(why_not_plain, why_not_padded)
     return (
         Executor("row by row", _why_not_rows, lambda request: _rows(request, attend)),
-        Executor("torch, in two parts beside sinks", _why_not_split_beside_sinks, chunk_attention),
-        Executor("C", _why_not_prompt_in_c, causal.kernel_attention),
+        Executor("torch, in two parts beside sinks", each_of(split, _why_not_sinks), chunk_attention),
+        Executor("C", each_of(_why_not_by_products, causal.why_not_kernel), causal.kernel_attention),
         Executor("products", _why_not_by_products, blocked_attention),
-        Executor("torch", _why_not_whole, _whole),
-        Executor("torch, in two parts", _why_not_split, chunk_attention),
-        Executor("torch, aligned", _why_not_aligned, _aligned),
+        Executor("torch", each_of(whole, _why_not_first), _whole),
+        Executor("torch, in two parts", split, chunk_attention),
+        Executor("torch, aligned", each_of(whole, _why_not_aligned), _aligned),
         Executor("torch, masked", why_not_plain, _masked),
     )
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvsieve import kernels
-from kvsieve.attention.request import AttentionRequest, ChosenBlocks, DenseEntries, Executor, learns
+from kvsieve.attention.request import AttentionRequest, ChosenBlocks, DenseEntries, Executor, each_of, why_not_learned
 from kvsieve.core.blocks import BlockGrid
 from kvsieve.core.softmax import cap, sinks_of
 from kvsieve.devices import AVX512_BF16, cpu_kind
@@ -43,14 +43,10 @@ def why_torch() -> str | None:
 
 def _why_not_triton(request: _Request) -> str | None:
     stored = request.stored
-    if learns(request):
-        return "a gradient is wanted"
     return kernels.why_not(request.asked.query, stored.keys, stored.values)
 
 
 def _why_not_c(request: _Request) -> str | None:
-    if learns(request):
-        return "a gradient is wanted"
     return why_not_compiled(request.asked, request.stored, request.sees.grid)
 
 
@@ -187,7 +183,9 @@ def _batches(counts: list[int], each: int, own: int) -> Iterator[tuple[int, int]
 
 
 CHOSEN_BLOCKS = (
-    Executor("Triton", _why_not_triton, lambda request: _by_lists(kernels.block_attention, request)),
-    Executor("C", _why_not_c, lambda request: _by_lists(compiled.block_attention, request)),
+    Executor(
+        "Triton", each_of(why_not_learned, _why_not_triton), lambda request: _by_lists(kernels.block_attention, request)
+    ),
+    Executor("C", each_of(why_not_learned, _why_not_c), lambda request: _by_lists(compiled.block_attention, request)),
     Executor("products", lambda request: None, _products),
 )

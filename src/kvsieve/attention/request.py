@@ -143,16 +143,27 @@ class AttentionRequest(Generic[Stored, Seen]):
     sees: Seen = None  # type: ignore[assignment]
 
 
-def learns(request: AttentionRequest[DenseEntries, Any]) -> bool:
-    """Return whether a gradient is required, which kernels, and products into given buffers, do not have."""
+def why_not_learned(request: AttentionRequest[DenseEntries, Any]) -> str | None:
+    """Refuse a gradient, which kernels, and products into given buffers, do not have."""
     stored = request.stored
     parts = (request.asked.query, stored.keys, stored.values)
-    return torch.is_grad_enabled() and any(part.requires_grad for part in parts)
+    wanted = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
+    return "a gradient is wanted" if wanted else None
+
+
+def why_not_padded(request: AttentionRequest[DenseEntries, Any]) -> str | None:
+    """Refuse entries that are not real."""
+    return None if request.stored.valid is None else "some entries are padding"
 
 
 def why_not_plain(request: AttentionRequest[Any, Any]) -> str | None:
     """Refuse a cap and sinks, which torch's kernels do not support."""
     return None if request.asked.is_plain else "logits are capped, or there are sinks"
+
+
+def each_of(*questions: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
+    """Return a question that refuses for the first reason of several."""
+    return lambda request: next((reason for ask in questions if (reason := ask(request)) is not None), None)
 
 
 class Executor(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.attention.dense import real_entries
-from kvsieve.attention.request import AttentionRequest, DenseEntries, Executor, Near, Shown
+from kvsieve.attention.request import AttentionRequest, DenseEntries, Executor, Near, Shown, each_of, why_not_padded
 
 # Queries of a block; its keys are as many and a window's.
 _QUERIES = 512
@@ -41,17 +41,11 @@ def _rows(request: _Request, attend: _Attend) -> Tensor:
 
 def _why_not_everything(request: _Request) -> str | None:
     window, positions = request.sees.window, request.sees.positions
-    if request.stored.valid is not None:
-        return "there is padding"
     if window.chunked:
         return "chunks begin anywhere"
     few = request.stored.keys.shape[2] <= window.span
     close = few and bool((positions[:, -1] - positions[:, 0] < window.span).all())
     return None if close else "some entries are behind the window"
-
-
-def _why_not_blocks(request: _Request) -> str | None:
-    return None if request.stored.valid is None else "there is padding"
 
 
 def _blocks(request: _Request, attend: _Attend) -> Tensor:
@@ -78,8 +72,8 @@ def near_rows(attend: _Attend) -> tuple[Executor, ...]:
         Executor("row by row", _why_not_rows, lambda request: _rows(request, attend)),
         Executor(
             "as without a window",
-            _why_not_everything,
+            each_of(why_not_padded, _why_not_everything),
             lambda request: attend(AttentionRequest(request.asked, request.stored)),
         ),
-        Executor("masked blocks", _why_not_blocks, lambda request: _blocks(request, attend)),
+        Executor("masked blocks", why_not_padded, lambda request: _blocks(request, attend)),
     )
