@@ -142,7 +142,7 @@ def _created(target: Path, mode: int) -> tuple[Path, BinaryIO]:
 
 
 def _clean(target: Path) -> None:
-    """Delete what processes that were killed have left of their `target`; the living lock theirs."""
+    """Delete leftover files of killed processes for their `target`; running processes lock theirs."""
     left = re.compile(rf"\.{re.escape(target.name[:_NAMED])}\.[0-9a-f]{{12}}{re.escape(UNFINISHED)}")
     for name in os.listdir(target.parent):
         if left.fullmatch(name):

@@ -12,7 +12,7 @@ from kvsieve.errors import KvsieveWarning
 if TYPE_CHECKING:
     from importlib import metadata
 
-# The package whose methods are kvsieve's own.
+# The package with kvsieve's own methods.
 BUILT_IN = "kvsieve.methods"
 # Entry points of other packages: their names are those of methods, loading one registers it.
 ENTRY_POINTS = "kvsieve.methods"

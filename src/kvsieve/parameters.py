@@ -64,7 +64,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MOST
     if kind is float:
-        # NaN is no more than anything.
+        # NaN fails every comparison.
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         return number and abs(value) <= (sys.float_info.max if isinstance(value, float) else MOST)
     return isinstance(value, kind)

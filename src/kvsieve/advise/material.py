@@ -17,7 +17,7 @@ from kvsieve.tasks.haystack import load_haystack, passage
 from kvsieve.tasks.rows import rows_task
 from kvsieve.tasks.samples import QuestionAnswer, Sample, Task
 
-# Long answers, of which eviction may lose a part.
+# Long answers, which eviction may lose in part.
 PROBES = ("ruler_niah_single_3", "passkey64")
 TASKS = ("needle", "ruler_niah_multikey_1", "ruler_qa_1", *PROBES)
 _ANSWER = 32

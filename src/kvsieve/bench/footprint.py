@@ -20,7 +20,7 @@ from kvsieve.plans import Plan
 _ENDLESS = 1 << 18
 # Peak bytes that an answer adds to the process: kernels, threads, blocks of attention.
 _BESIDE = 128 << 20
-# Of a process with torch and transformers, where the system has no such number.
+# Memory of a process with torch and transformers, if the system does not report it.
 _UNKNOWN = 512 << 20
 # Weights of attention that methods make at once.
 _BLOCK = 1 << 25

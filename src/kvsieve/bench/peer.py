@@ -53,7 +53,7 @@ def main() -> None:
     here = Path(__file__).resolve().parent
     # The files in this folder are not top-level modules; some are named like packages that transformers looks for.
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here]
-    # What libraries print must not come between the answers.
+    # Output of libraries must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -41,7 +41,8 @@ def read_and_decode(
     """
     rows, length = ids.shape
     cache = DynamicCache(config=model.config)
-    # Given on every pass, since a library that drops entries changes what transformers would infer from the cache.
+    # Given on every pass, since a library that drops entries changes the positions that transformers would infer from
+    # the cache.
     positions = torch.arange(length + new_tokens, device=ids.device).expand(rows, -1)
     if mask is not None:
         mask = torch.cat([mask, mask.new_ones(rows, new_tokens)], 1)
@@ -76,7 +77,7 @@ def read_and_decode(
 
 
 def held_bytes(cache: Any) -> int:
-    """Bytes of the keys, values and states of transformers' own cache layers."""
+    """Return the bytes of keys, values and states in transformers' cache layers."""
     held = 0
     for value in (value for layer in cache.layers for value in vars(layer).values()):
         # Recurrent layers have a dict of states.

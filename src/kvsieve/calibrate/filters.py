@@ -10,7 +10,7 @@ from torch import Tensor
 from kvsieve.core.scoring import group_mean, mass_of
 from kvsieve.types import LayerContext
 
-# Last queries whose attention the check compares with.
+# Last queries, with whose attention the check compares.
 CHECKED = 64
 
 

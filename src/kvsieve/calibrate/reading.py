@@ -53,7 +53,7 @@ def greedy(model: Any, cache: SieveCache, logits: Tensor, stops: Collection[int]
     with attach(model, Plan(name="full")) as sieve:
         rows = Rows(sieve, sieve.adopt(cache.fork()), [answer])
         rows.take(logits.cpu())
-        # What follows the first token is compared, so no answer ends with it.
+        # Later tokens are compared, so no answer ends with the first.
         answer.ends = stops
         while rows.going:
             step(sieve, [rows])

@@ -168,7 +168,7 @@ def block_attention(
     scale: float,
     terms: Terms | None = None,
 ) -> Tensor:
-    """Causal attention of the last L of N entries over chosen blocks and the diagonal, without waiting for the device.
+    """Attend causally from the last L of N entries to chosen blocks and the diagonal, without waiting for the device.
 
     Queries, keys and values may be views of larger buffers.
 

@@ -211,7 +211,7 @@ class Cascade(Allocator, recuts=True):
         later = []
         for row, kept in enumerate(rows):
             total = sum(layer.counts[row] for layer in seen)
-            # Prompts may be shorter than what the base keeps at least.
+            # Prompts may be shorter than the base's minimum.
             least = [max(each, self.minimum) for each in kept]
             later.append(allocate(self.weights(seen, row), total, least, [_ENDLESS] * len(seen)))
         for layer, given in zip(seen, zip(*later, strict=True), strict=True):

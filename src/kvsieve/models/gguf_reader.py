@@ -47,7 +47,7 @@ def convert(gguf_file: Path, out: Path) -> None:
             got = fields.get(key, "nothing")
             raise ModelLoadError(f"{gguf_file} has {key} = {got}, expected {want}: only SmolLM2 GGUF files can be read")
     state = dict(_weight(tensor, fields) for tensor in reader.tensors)
-    # save_file would make the file unreadable for other users of a shared cache, whatever the umask.
+    # save_file would make the file unreadable for other users of a shared cache with any umask.
     (out / "model.safetensors").write_bytes(save(state, metadata={"format": "pt"}))
     _write_config(fields, "lm_head.weight" not in state, out)
     _write_tokenizer(fields, out)

@@ -104,7 +104,7 @@ def paragraph(content: str, kind: str = "") -> str:
 
 
 def table(data: Table, name: str = "") -> str:
-    """name: the element's id."""
+    """Return a table as HTML. name: the element's id."""
     heads = "".join(
         f'<th scope="col" class="{"name" if index < data.names else "number"}">{text(header)}</th>'
         for index, header in enumerate(data.headers)

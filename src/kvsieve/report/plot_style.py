@@ -48,7 +48,7 @@ class Look:
 
 
 def require_matplotlib() -> None:
-    """Raises KvsieveError."""
+    """Raise KvsieveError without matplotlib."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

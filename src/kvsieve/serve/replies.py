@@ -84,7 +84,7 @@ def completion_logprobs(tokens: Sequence[ChosenToken], spelled: TokenBytes) -> d
     """Return log-probabilities of a completion's tokens. spelled: returns a token's bytes."""
 
     def top(each: ChosenToken) -> dict[str, float]:
-        # Of two with the same text, the likelier stays.
+        # The likelier of two with the same text stays.
         return {_named(spelled(one.id)): _finite(one.logprob) for one in reversed(each.top)}
 
     return {

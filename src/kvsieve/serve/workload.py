@@ -90,7 +90,7 @@ class Workload:
             if (reason := self.prefixes.why_not(sieve, ticket.order)) is not None:
                 reader.notes.append(f"the prefix store was left out: {reason}")
             reader.together = functools.partial(self.pace.chunks, self._joins)
-            # Whoever reads a long prompt alone was stopped in the middle of a long pass.
+            # A prefill that ran alone was stopped within a long pass.
             self._reading.appendleft(reader)
         except Exception as error:
             self.fail(ticket, error)

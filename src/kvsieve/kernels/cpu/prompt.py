@@ -55,7 +55,7 @@ def block_attention(
     scale: float,
     terms: Terms | None = None,
 ) -> Tensor:
-    """Causal attention of the last L of N entries over chosen blocks and the diagonal.
+    """Attend causally from the last L of N entries to chosen blocks and the diagonal.
 
     Arguments and result as in `kernels.blocks.block_attention`.
     """
