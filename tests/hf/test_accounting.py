@@ -225,3 +225,17 @@ def test_what_is_kept_for_later_is_told_once(model):
     with kvsieve.attach(model, READ["hsa"]) as sieve:
         cache = sieve.prefill(prompt())
         assert cache.fork(share=True).nbytes() == cache.nbytes() == cache.fork().nbytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("full", "torch (Triton: it is for GPUs; C: it is for CPUs, in float32 or bfloat16; "),
+        ("quest", "group by group (C, in one call: in torch.float64)"),
+    ],
+)
+def test_statistics_name_the_executors_that_ran_and_why_no_faster_one_did(model, name, answer):
+    with kvsieve.attach(model, READ[name]) as sieve:
+        found = sieve.generate(prompt(1), max_new_tokens=3, **GREEDY).stats.executors
+    assert [sum(found[phase].values()) for phase in ("prompt", "answer")] == [model.config.num_hidden_layers] * 2
+    assert all(each.startswith(answer) for each in found["answer"])
