@@ -82,6 +82,14 @@ def usual_floor(monkeypatch) -> int:
 
 
 @pytest.fixture(scope="session")
+def model():
+    """A tiny random Llama in float64, which tests leave as it is; see tiny.tiny_model for others."""
+    from tiny import tiny_model
+
+    return tiny_model()
+
+
+@pytest.fixture(scope="session")
 def model_dir(tmp_path_factory) -> str:
     """A checkpoint of a tiny random model whose tokens are words; what must differ a file makes itself."""
     from tiny_models import build

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from kvsieve.hf.persist.saved import read_header
 from kvsieve.methods import TSP, SnapKV
 from kvsieve.profiles import Fingerprint, Profile, keep_profile, load_profile, profiles_dir
 from source_tree import needs_results
+from tiny import tiny_model, tiny_prompt
 from tiny_models import build
 
 ROOT = Path(__file__).parent.parent
@@ -32,7 +33,7 @@ UNKNOWN = dataclasses.replace(DEMO, layers=24, name="unknown")
 
 @pytest.fixture(scope="module")
 def model():
-    return build("llama")
+    return tiny_model(dtype=torch.float32)
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ class Digits:
 
 
 def ids(count=90):
-    return torch.randint(2, 120, (1, count), generator=torch.Generator().manual_seed(1))
+    return tiny_prompt(1, count, seed=1)
 
 
 @pytest.mark.parametrize("each", [1, 2, 3])
@@ -227,11 +228,12 @@ def committed(folder):
 
 
 @needs_results
-def test_the_makefiles_methods_are_those_of_the_committed_results():
+def test_the_grids_methods_are_those_of_the_committed_results():
     folder, model = "qwen2.5-coder-0.5b/ruler", load_profile("qwen2.5-coder-0.5b-instruct").fingerprint
-    methods = re.search(r"^RETAINED := (.*)$", (ROOT / "Makefile").read_text(), re.M).group(1)
+    grid = tomllib.loads((ROOT / "benchmarks" / "answers" / "grids" / "retained.toml").read_text())
+    specs = method_specs(",".join(grid["methods"]))
     known = committed(folder)
-    for each in (cell.described() for cell in on_model(settings(method_specs(methods), ["10%", "25%"]), model)):
+    for each in (cell.described() for cell in on_model(settings(specs, grid["budgets"]), model)):
         before = known[each["label"], each["budget"]]
         changed = {name: v for name, v in before["parameters"].items() if each["parameters"].get(name) != v}
         assert not changed, each["label"]

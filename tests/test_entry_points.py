@@ -6,7 +6,6 @@ import json
 import warnings
 
 import pytest
-import torch
 
 import kvsieve
 from kvsieve import loading
@@ -16,6 +15,7 @@ from kvsieve.errors import KvsieveWarning, PlanError
 from kvsieve.eval.cells import settings
 from kvsieve.tasks import all_tasks
 from other_packages import look_for_methods
+from tiny import tiny_prompt
 from tiny_models import build
 
 VNORM = '''
@@ -72,7 +72,7 @@ def test_a_method_of_another_package_is_known_everywhere(installed, capsys):
     again = kvsieve.Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
     assert again == plan and type(again.evict) is type(plan.evict)
     with kvsieve.attach(build("llama"), plan) as sieve:
-        ids = torch.randint(0, 100, (1, 40), generator=torch.Generator().manual_seed(0))
+        ids = tiny_prompt(1, 40, seed=0, low=0, high=100)
         assert sieve.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0).stats.kv_entries == [16] * 4
 
 

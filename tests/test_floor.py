@@ -18,11 +18,12 @@ from kvsieve.named import plan_without_floor
 from kvsieve.turns import render, token_ids
 from paths import COMMANDS, SERVED, Ask, answer, plain, words
 from small import fill, plan_of, stored
+from tiny import greedy
 from tiny_models import build
 
 NAMES = kvsieve.list_methods()
 TAKE_SHARES = [name for name in NAMES if kvsieve.method_info(name).takes_floor]
-OPTIONS = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+OPTIONS = greedy()
 SHORT, LONG = 30, 160
 
 

@@ -20,6 +20,7 @@ from kvsieve.eval.unlike import unlike_settings
 from kvsieve.methods import SnapKV
 from kvsieve.profiles import Fingerprint, Profile, keep_profile, load_profile
 from kvsieve.settled import settled_role
+from tiny import tiny_prompt
 from tiny_models import build
 from toy_words import WORDS, word_tokenizer
 
@@ -69,7 +70,7 @@ def model(tmp_path, monkeypatch):
 
 
 def test_a_subclass_that_changes_nothing_keeps_and_answers_what_snapkv_does(methods, model):
-    ids = torch.randint(2, 120, (1, 90), generator=torch.Generator().manual_seed(1))
+    ids = tiny_prompt(1, 90, seed=1)
     found = []
     for name in ("snapkv", "mine"):
         with kvsieve.attach(model, kvsieve.plan(name, budget=40)) as sieve:

@@ -14,12 +14,13 @@ from kvsieve.eval.cells import settings
 from kvsieve.methods import TSP, SnapKV
 from kvsieve.profiles import Fingerprint, Profile, load_profile, shipped_profiles
 from kvsieve.settled import all_parameters
+from tiny import tiny_model, tiny_prompt
 from tiny_models import build
 
 
 @pytest.fixture(scope="module")
 def model():
-    return build("llama")
+    return tiny_model(dtype=torch.float32)
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_a_plan_refuses_what_a_profile_cannot_give(profile):
 
 
 def test_attach_refuses_another_model_and_names_both(model, profile):
-    ids = torch.randint(2, 120, (1, 40), generator=torch.Generator().manual_seed(1))
+    ids = tiny_prompt(1, 40, seed=1)
     with kvsieve.attach(model, kvsieve.plan("snapkv", profile=profile, budget=20)) as sieve:
         assert sieve.generate(ids, max_new_tokens=2, do_sample=False).stats.kv_entries == [20] * 4
     other = build("qwen2", num_hidden_layers=3)

@@ -19,6 +19,7 @@ from kvsieve.advise.settings import candidates
 from kvsieve.errors import InputError
 from kvsieve.eval.cells import setting
 from kvsieve.eval.evaluator import Evaluator
+from tiny import tiny_prompt
 from tiny_models import build
 from toy_words import WORDS, word_tokenizer
 
@@ -96,7 +97,7 @@ def test_memory_is_what_a_prompt_of_the_context_would_take(evaluator):
     model = evaluator.model
     for name, given in (("snapkv", {"window": 4}), ("adakv", {"window": 4}), ("full", {})):
         plan = kvsieve.plan(name, **({"budget": "25%"} if given else {}), **given).for_model(model)
-        ids = torch.randint(3, 100, (1, 240), generator=torch.Generator().manual_seed(0))
+        ids = tiny_prompt(1, 240, seed=0, low=3, high=100)
         with kvsieve.attach(model, plan) as sieve:
             held = sieve.generate(ids, torch.ones_like(ids), max_new_tokens=1, do_sample=False).stats.kv_bytes
         told = least_memory_at(evaluator, plan, 240)

@@ -29,7 +29,7 @@ from kvsieve.errors import KvsieveError
 from kvsieve.hf.compat import AttentionInterface
 from kvsieve.hf.kinds import LayerKind
 from kvsieve.plans import Plan
-from tiny_models import build
+from tiny import tiny_model, tiny_prompt
 from toy_words import word_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -48,7 +48,7 @@ ENTRY = 2 * 2 * 16 * 4
 
 @pytest.fixture(scope="module")
 def model():
-    return build("llama", max_position_embeddings=1024)
+    return tiny_model(dtype=torch.float32, max_position_embeddings=1024)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def model_dir(model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def text():
-    return torch.randint(3, 120, (1, 700), generator=torch.Generator().manual_seed(0))
+    return tiny_prompt(1, 700, seed=0, low=3)
 
 
 def contenders(model, *left_out):

@@ -18,7 +18,7 @@ from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.shared import read_shared
 from kvsieve.kernels.cpu import codes as compiled
 from kvsieve.methods import Rotated
-from tiny_models import build
+from tiny import tiny_model, tiny_prompt
 
 DIM = 64
 LINE = torch.zeros(4, dtype=torch.int64)
@@ -121,10 +121,10 @@ def test_padding_asks_for_nothing():
 
 @pytest.fixture(scope="module")
 def model():
-    return build("llama")
+    return tiny_model(dtype=torch.float32)
 
 
-IDS = torch.randint(2, 120, (1, 200), generator=torch.Generator().manual_seed(3))
+IDS = tiny_prompt(1, 200, seed=3)
 
 
 def after(model, plan, ids=IDS, mask=None, chunk=None):

@@ -20,6 +20,7 @@ from kvsieve.methods.snapkv import SnapKV
 from kvsieve.profiles import Fingerprint, load_profile
 from kvsieve.report import plot_style
 from kvsieve.tasks.prompter import Prompter
+from tiny import tiny_model
 from tiny_models import build
 from toy_words import word_tokenizer
 
@@ -35,7 +36,7 @@ def some_prompts(count, length=90, seed=1):
 
 @pytest.fixture(scope="module")
 def model():
-    return build("llama", dtype=torch.float64, num_hidden_layers=6)
+    return tiny_model(num_hidden_layers=6)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from kvsieve.hf.compat import CACHE
 from kvsieve.hf.shared import read_shared
 from kvsieve.methods import TSP, SnapKV
 from layers import context
+from tiny import tiny_model, tiny_prompt
 from tiny_models import build
 
 LAYERS = 6
@@ -24,17 +25,17 @@ LAYERS = 6
 
 @pytest.fixture(scope="module")
 def model():
-    return build("llama", dtype=torch.float64, num_hidden_layers=LAYERS)
+    return tiny_model(num_hidden_layers=LAYERS)
 
 
 @pytest.fixture(scope="module")
 def ids():
-    return torch.randint(2, 120, (1, 90), generator=torch.Generator().manual_seed(3))
+    return tiny_prompt(1, 90, seed=3)
 
 
 @pytest.fixture(scope="module")
 def answer():
-    return torch.randint(2, 120, (1, 7), generator=torch.Generator().manual_seed(4))
+    return tiny_prompt(1, 7, seed=4)
 
 
 def by_hand(model, plan, ids, answer):

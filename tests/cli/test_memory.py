@@ -15,6 +15,7 @@ from kvsieve.hf.model.memory import layer_bytes
 from kvsieve.models import ModelLoadError
 from kvsieve.plans import Plan
 from kvsieve.registry import list_methods, method_info
+from tiny import tiny_model
 from tiny_models import build
 from toy_chats import chat_tokenizer
 
@@ -25,7 +26,7 @@ RUN = ["--prompt", PROMPT, "--method", "full", "--max-new-tokens", 4, "--dtype",
 
 @pytest.fixture(scope="module")
 def llama():
-    return build("llama")
+    return tiny_model(dtype=torch.float32)
 
 
 @pytest.fixture

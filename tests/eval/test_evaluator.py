@@ -37,11 +37,6 @@ def turn(*words: int) -> QuestionAnswer:
 
 
 @pytest.fixture(scope="module")
-def model():
-    return build("llama", dtype=torch.float64)
-
-
-@pytest.fixture(scope="module")
 def evaluator(model):
     return Evaluator(model, word_tokenizer())
 

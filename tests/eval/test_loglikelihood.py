@@ -23,11 +23,6 @@ SCALED = {
 }
 
 
-@pytest.fixture(scope="module")
-def model():
-    return build("llama", dtype=torch.float64)
-
-
 @pytest.mark.parametrize(
     "plan",
     [

@@ -13,18 +13,13 @@ from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.shared import read_alone
 from kvsieve.store import PrefixStore
 from small import plan_of, stored
-from tiny_models import build
+from tiny import tiny_prompt
 
 FULL = kvsieve.plan("full")
 
 
-@pytest.fixture(scope="module")
-def model():
-    return build("llama", dtype=torch.float64)
-
-
 def tokens(size, seed):
-    return torch.randint(2, 120, (1, size), generator=torch.Generator().manual_seed(seed))
+    return tiny_prompt(1, size, seed=seed)
 
 
 def same(mine, cache, logits, name):

@@ -12,9 +12,9 @@ import kvsieve
 from kvsieve.hf.forward import session
 from kvsieve.methods import HSA, Quest, SparQ
 from kvsieve.plans import Plan
-from tiny_models import build
+from tiny import greedy, tiny_prompt
 
-GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+GREEDY = greedy()
 LENGTH, NEW = 150, 9
 
 READ = {
@@ -36,13 +36,8 @@ READ = {
 }
 
 
-@pytest.fixture(scope="module")
-def model():
-    return build("llama", dtype=torch.float64)
-
-
 def prompt(rows=2):
-    return torch.randint(2, 120, (rows, LENGTH), generator=torch.Generator().manual_seed(3))
+    return tiny_prompt(rows, LENGTH, seed=3)
 
 
 def padded():

@@ -8,11 +8,11 @@ import torch
 import kvsieve
 from kvsieve.errors import InputError, PlanError
 from kvsieve.hf.compat import CACHE
-from small import fill, plan_of, stored
-from tiny_models import build
+from small import plan_of, stored
+from tiny import greedy, tiny_model, tiny_prompt
 
 N, LEFT = 90, 40
-GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 4}
+GREEDY = greedy(max_new_tokens=4)
 PLANS = {
     **{name: {} for name in kvsieve.list_methods()},
     "snapkv, rest": {"rest": "2bit"},
@@ -22,12 +22,12 @@ PLANS = {
 
 @pytest.fixture(scope="module")
 def model():
-    return fill(build("llama", dtype=torch.float64))
+    return tiny_model(filled=True)
 
 
 @pytest.fixture(scope="module")
 def ids():
-    return torch.randint(3, 100, (1, N), generator=torch.Generator().manual_seed(2))
+    return tiny_prompt(1, N, seed=2, low=3, high=100)
 
 
 def keeps_to_chunks(plan):

@@ -11,6 +11,7 @@ from kvsieve.errors import PlanError
 from kvsieve.methods import SnapKV
 from kvsieve.quantities import format_bytes
 from small import plan_of
+from tiny import tiny_prompt
 from tiny_models import build
 
 _SIZE = 60_000
@@ -28,7 +29,7 @@ def models():
 
 
 def run(model, plan, rows=1, padding=0, new_tokens=1):
-    ids = torch.randint(5, 100, (rows, _LENGTH), generator=torch.Generator().manual_seed(1))
+    ids = tiny_prompt(rows, _LENGTH, seed=1, low=5, high=100)
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
     with kvsieve.attach(model, plan) as sieve:

@@ -38,11 +38,6 @@ EOS = 127
 
 
 @pytest.fixture(scope="module")
-def model():
-    return build("llama", dtype=torch.float64)
-
-
-@pytest.fixture(scope="module")
 def tokenizer():
     return chat_tokenizer()
 

@@ -19,31 +19,25 @@ from kvsieve.methods import HQQ, KIVI, Rotated, SnapKV
 from kvsieve.named import crossed
 from kvsieve.plans import Plan
 from small import plan_of, recorder_stand_in, stored
+from tiny import greedy, tiny_model, tiny_prompt
 from tiny_models import build
 from toy_words import word_tokenizer
 
 CODEC = KIVI(bits=8, block=16, tail=16)
 # Exact entries of a KV head: newest ones, those of an unfilled block, and room for as many as a block.
 EXACT = CODEC.tail + 2 * CODEC.block
-GREEDY = {
-    "do_sample": False,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "max_new_tokens": 3,
-    "return_dict_in_generate": True,
-    "output_logits": True,
-}
+GREEDY = greedy(max_new_tokens=3, return_dict_in_generate=True, output_logits=True)
 METHODS = [name for name in kvsieve.list_methods() if not kvsieve.method_info(name).is_codec]
 
 
 @pytest.fixture(scope="module")
 def model():
-    return build("llama")
+    return tiny_model(dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
 def double():
-    return build("llama", dtype=torch.float64)
+    return tiny_model()
 
 
 @pytest.fixture(scope="module")
@@ -282,7 +276,7 @@ def test_recorded_and_fused_passes(model, talk):
 def test_estimates_are_what_is_held(model, method, stored):
     given = {} if method == "full" else {"budget": 150, "window": 4}
     plan = kvsieve.plan(method, **stored, **given)
-    ids = torch.randint(2, 120, (2, 400), generator=torch.Generator().manual_seed(3))
+    ids = tiny_prompt(2, 400, seed=3)
     with kvsieve.attach(model, plan) as sieve:
         stats = sieve.generate(ids, **{**GREEDY, "max_new_tokens": 1}).stats
     told = estimate(geometry(model.config), plan, 400, batch=2, element_bytes=4)
@@ -292,7 +286,7 @@ def test_estimates_are_what_is_held(model, method, stored):
 
 def test_a_budget_in_bytes_counts_encoded_entries(model, talk):
     found = {}
-    ids = torch.randint(2, 120, (1, 500), generator=torch.Generator().manual_seed(3))
+    ids = tiny_prompt(1, 500, seed=3)
     for codec in (None, CODEC):
         with kvsieve.attach(model, snapkv(codec, budget="64KiB")) as sieve:
             cache = sieve.prefill(ids)
@@ -330,7 +324,7 @@ def test_what_cannot_be_encoded_is_refused(model):
 def test_layers_that_share_kv_attend_to_what_their_source_attended_to():
     """Gemma 3n's last layers read an earlier one's entries, which are encoded before they come to it."""
     model = build("gemma3n_text", dtype=torch.float64)
-    ids = torch.randint(2, 120, (1, 70), generator=torch.Generator().manual_seed(2))
+    ids = tiny_prompt(1, 70, seed=2)
     found = []
     for codec in (None, CODEC):
         with kvsieve.attach(model, Plan(codec=codec)) as sieve:

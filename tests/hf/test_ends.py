@@ -9,7 +9,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 import kvsieve
 from kvsieve.errors import CacheStateError, InputError
 from kvsieve.hf.compat import CACHE
-from small import fill, plan_of
+from small import plan_of
+from tiny import tiny_model, tiny_prompt
 from tiny_models import build
 
 N, PAD, END = 60, 0, 2
@@ -40,12 +41,12 @@ class Say(LogitsProcessor):
 
 @pytest.fixture(scope="module")
 def model():
-    return fill(build("llama", dtype=torch.float64))
+    return tiny_model(filled=True)
 
 
 @pytest.fixture(scope="module")
 def ids():
-    return torch.randint(3, 100, (2, N + 12), generator=torch.Generator().manual_seed(5))
+    return tiny_prompt(2, N + 12, seed=5, low=3, high=100)
 
 
 def plan(model, name):
@@ -238,7 +239,7 @@ def test_rows_that_other_criteria_have_ended(model, ids):
 @pytest.mark.parametrize("family", ["mistral:sliding", "qwen3_next"])
 def test_layers_that_cannot_take_tokens_back(family):
     model = build(family, dtype=torch.float64)
-    ids = torch.randint(3, 100, (2, N + 12), generator=torch.Generator().manual_seed(5))
+    ids = tiny_prompt(2, N + 12, seed=5, low=3, high=100)
     with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
         sequences, cache = ask(sieve, ids[:, :N])
         with pytest.raises(CacheStateError, match="recurrent or sliding-window layers have read the padding"):

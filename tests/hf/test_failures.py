@@ -15,22 +15,22 @@ import kvsieve
 from kvsieve.errors import CacheStateError, InputError, KvsieveError, KvsieveWarning, UnsupportedModelError
 from kvsieve.hf import attach
 from kvsieve.hf.compat import CACHE
-from small import fill
+from tiny import greedy, tiny_model, tiny_prompt
 from tiny_models import build
 from toy_chats import chat_tokenizer
 
-GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 6}
+GREEDY = greedy(max_new_tokens=6)
 PLAN = kvsieve.plan("snapkv", budget=20, window=4, paper=True)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return fill(build("llama", dtype=torch.float64))
+    return tiny_model(filled=True)
 
 
 @pytest.fixture(scope="module")
 def ids():
-    return torch.randint(3, 100, (1, 80), generator=torch.Generator().manual_seed(0))
+    return tiny_prompt(1, 80, seed=0, low=3, high=100)
 
 
 class Streamer:

@@ -18,6 +18,7 @@ from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.kinds import layer_kinds
 from kvsieve.hf.model.support import why_unsupported
 from masking import mask_instead
+from tiny import greedy, padded_prompt
 from tiny_models import available, build
 
 logging.set_verbosity_error()
@@ -26,14 +27,7 @@ logging.set_verbosity_error()
 STARTS_AFRESH = {"jamba", "zamba"}
 # The second token that is decoded finds what the first one stored; tests of states and of turns decode more.
 NEW = 3
-GENERATE = {
-    "max_new_tokens": NEW,
-    "do_sample": False,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-    "return_dict_in_generate": True,
-    "output_logits": True,
-}
+GENERATE = greedy(max_new_tokens=NEW, return_dict_in_generate=True, output_logits=True)
 PADDING = 7
 KEEP_ALL = kvsieve.Plan(
     propagate=kvsieve.methods.TSP(rate=1.0, layer=1, window=4),
@@ -61,10 +55,7 @@ def model(request: pytest.FixtureRequest):
 
 @pytest.fixture(scope="module")
 def prompts():
-    ids = torch.randint(2, 120, (2, 48), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    ids[1, :PADDING], mask[1, :PADDING] = 0, 0
-    return ids, mask
+    return padded_prompt(48, PADDING, seed=0)
 
 
 class Plain:

@@ -17,6 +17,7 @@ from kvsieve.hf.shared import next_logits
 from kvsieve.methods import HSA, DuoAttention, DynamicKV, KNorm, PyramidKV
 from kvsieve.roles import Reader
 from small import one_compiled_graph, recorder_stand_in
+from tiny import greedy, tiny_prompt
 from tiny_models import build
 
 PLANS = {
@@ -35,18 +36,13 @@ PLANS = {
     "perturn": {"budget": 20, "base": "knorm"},
 }
 READ_FIRST = "a first pass of the reader is run eagerly"
-GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+GREEDY = greedy()
 
 
 @pytest.fixture
 def stand_in():
     with recorder_stand_in():
         yield
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama", dtype=torch.float64)
 
 
 def planned(name):
@@ -60,7 +56,7 @@ def duo():
 
 
 def prompt(rows=1, size=90, seed=3):
-    return torch.randint(2, 120, (rows, size), generator=torch.Generator().manual_seed(seed))
+    return tiny_prompt(rows, size, seed=seed)
 
 
 def padded(rows=3):

@@ -22,6 +22,7 @@ from kvsieve.hf.shared import next_logits
 from kvsieve.methods import KIVI, Int8, Outlier, Rotated, SnapKV
 from kvsieve.plans import Plan
 from small import one_compiled_graph, plan_of, recorder_stand_in
+from tiny import tiny_prompt
 from tiny_models import build
 
 SIZES = {"block": 8, "tail": 6}
@@ -50,7 +51,7 @@ def stand_in():
 
 
 def tokens(rows, size, seed=3):
-    return torch.randint(2, 120, (rows, size), generator=torch.Generator().manual_seed(seed))
+    return tiny_prompt(rows, size, seed=seed)
 
 
 def mask_of(rows, size):

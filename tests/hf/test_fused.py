@@ -15,10 +15,11 @@ from kvsieve.hf.compat import CACHE
 from kvsieve.hf.decode import fused_decoder, fused_modules, linears
 from kvsieve.hf.decode.fused_modules import FusedModules
 from kvsieve.kernels.cpu import build, layers
+from tiny import greedy
 from tiny_models import build as build_model
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="kernels are compiled, and there is no gcc")
-GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+GREEDY = greedy(max_new_tokens=6)
 CLOSE = {torch.float32: {"atol": 1e-5, "rtol": 1e-5}, torch.bfloat16: {"atol": 1e-3, "rtol": 1e-2}}
 PROMPT = torch.arange(3, 83)[None]
 PAIR = torch.stack([torch.arange(3, 43), torch.arange(5, 45)])

@@ -14,6 +14,7 @@ from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.forward import passes, sparse_prompt
 from kvsieve.hf.generate import peak_memory
+from tiny import padded_prompt, tiny_prompt
 from tiny_models import build
 
 PLAIN = {"eos_token_id": None, "pad_token_id": 0}
@@ -22,16 +23,8 @@ SNAPKV = kvsieve.plan("snapkv", budget=16, window=4, paper=True)
 
 
 @pytest.fixture(scope="module")
-def model():
-    return build("llama", dtype=torch.float64)
-
-
-@pytest.fixture(scope="module")
 def prompts():
-    ids = torch.randint(2, 120, (2, 40), generator=torch.Generator().manual_seed(5))
-    mask = torch.ones_like(ids)
-    ids[1, :7], mask[1, :7] = 0, 0
-    return ids, mask
+    return padded_prompt(40, 7, seed=5)
 
 
 class Collect(BaseStreamer):
@@ -125,7 +118,7 @@ def test_plain_calls_inside_the_block_follow_the_plan(model, prompts):
 @pytest.mark.parametrize("given", [True, False], ids=["mask-given", "mask-known"])
 def test_a_second_turn_of_a_padded_batch_is_one_long_prompt(model, prompts, given):
     ids, mask = prompts
-    more = torch.randint(2, 120, (2, 11), generator=torch.Generator().manual_seed(6))
+    more = tiny_prompt(2, 11, seed=6)
     greedy = {"max_new_tokens": 6, "do_sample": False, **PLAIN}
     with kvsieve.attach(model, FULL) as sieve:
         first = sieve.generate(ids, mask, **greedy)
@@ -170,7 +163,7 @@ def test_a_cache_is_filled_by_whichever_name_it_is_given(model, prompts, name):
 
 def test_a_second_turn_evicts_again_and_positions_go_on(model, prompts):
     ids = prompts[0][:1]
-    more = torch.randint(2, 120, (1, 11), generator=torch.Generator().manual_seed(6))
+    more = tiny_prompt(1, 11, seed=6)
     with kvsieve.attach(model, SNAPKV) as sieve:
         first = sieve.generate(ids, max_new_tokens=6, do_sample=False, **PLAIN)
         assert first.cache.entries() == [16 + 5] * 4 and first.cache.get_seq_length() == 45

@@ -15,6 +15,7 @@ from kvsieve.errors import CacheStateError, UnsupportedOptionError
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.generate.config import FROM_HUB, REFUSED, config_in_effect, end_tokens, padding_token, processors_of
 from small import fill
+from tiny import tiny_model, tiny_prompt
 from tiny_models import build
 from toy_bytes import byte_level
 from toy_chats import chat_tokenizer
@@ -25,7 +26,7 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
 @pytest.fixture(scope="module")
 def shared():
-    return fill(build("llama", dtype=torch.float64))
+    return tiny_model(filled=True)
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def model(shared):
 
 @pytest.fixture(scope="module")
 def ids():
-    return torch.randint(10, 120, (1, 30), generator=torch.Generator().manual_seed(5))
+    return tiny_prompt(1, 30, seed=5, low=10)
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +203,7 @@ def test_a_growing_cache_is_what_a_plan_has_anyway(model, ids, name, by):
 
 def padded():
     """Two rows: the second begins with six tokens 5, and the first has the token 0 within its text."""
-    ids = torch.randint(10, 120, (2, 30), generator=torch.Generator().manual_seed(5))
+    ids = tiny_prompt(2, 30, seed=5, low=10)
     ids[1, :6], ids[0, 12] = 5, 0
     return ids
 

@@ -7,11 +7,12 @@ import torch
 
 import kvsieve
 from kvsieve.errors import InputError, UnsupportedOptionError
-from small import fill, plan_of
+from small import plan_of
+from tiny import greedy, tiny_model, tiny_prompt
 from tiny_models import build
 
 N, NEW = 90, 3
-GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": NEW}
+GREEDY = greedy(max_new_tokens=NEW)
 HIDDEN = [3, 20, 21, 22, 23, 24, 25, 26, 40, 60, 74, 80, 83, 84, 88]
 PLANS = {
     **{name: {} for name in kvsieve.list_methods()},
@@ -24,12 +25,12 @@ PLANS = {
 
 @pytest.fixture(scope="module")
 def model():
-    return fill(build("llama", dtype=torch.float64))
+    return tiny_model(filled=True)
 
 
 @pytest.fixture(scope="module")
 def ids():
-    return torch.randint(3, 100, (3, N), generator=torch.Generator().manual_seed(5))
+    return tiny_prompt(3, N, seed=5, low=3, high=100)
 
 
 def hole(row=0, hidden=HIDDEN):
@@ -96,7 +97,7 @@ def test_plain_calls(model, ids, method):
 @pytest.mark.parametrize("family", ["mistral:sliding", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3"])
 def test_families(family):
     model = build(family, dtype=torch.float64)
-    ids, mask = torch.randint(3, 100, (1, N), generator=torch.Generator().manual_seed(5)), hole()
+    ids, mask = tiny_prompt(1, N, seed=5, low=3, high=100), hole()
     bare = ids[mask.bool()][None]
     with kvsieve.attach(model, kvsieve.plan("full" if "sliding" in family else "knorm")) as sieve:
         for chunk in (None, 16):
@@ -124,6 +125,6 @@ def test_what_is_protected_is_counted_in_tokens(model, ids):
 
 def test_recurrent_layers_cannot_skip_tokens():
     model = build("qwen3_next", dtype=torch.float64)
-    ids = torch.randint(3, 100, (1, N), generator=torch.Generator().manual_seed(5))
+    ids = tiny_prompt(1, N, seed=5, low=3, high=100)
     with kvsieve.attach(model, kvsieve.plan("full")) as sieve, pytest.raises(InputError, match="cannot skip"):
         sieve.generate(ids, hole(), **GREEDY)

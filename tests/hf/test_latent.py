@@ -20,16 +20,9 @@ from kvsieve.hf.model.support import why_unsupported
 from kvsieve.hf.shared import read_shared
 from kvsieve.methods import SnapKV
 from kvsieve.plans import Plan
-from tiny_models import build
+from tiny import greedy, padded_prompt, tiny_model
 
-GREEDY = {
-    "do_sample": False,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "max_new_tokens": 6,
-    "return_dict_in_generate": True,
-    "output_logits": True,
-}
+GREEDY = greedy(max_new_tokens=6, return_dict_in_generate=True, output_logits=True)
 RANK, ROTATED, HEADS = 24, 16, 4
 PLANS = {
     "full": {},
@@ -49,15 +42,12 @@ OWN = {"asl": {"first": 1, "observed": 2}}
 
 @pytest.fixture(scope="module")
 def model():
-    return build("deepseek_v3", dtype=torch.float64)
+    return tiny_model("deepseek_v3")
 
 
 @pytest.fixture(scope="module")
 def prompt():
-    ids = torch.randint(2, 120, (2, 48), generator=torch.Generator().manual_seed(3))
-    mask = torch.ones_like(ids)
-    ids[1, :7], mask[1, :7] = 0, 0
-    return ids, mask
+    return padded_prompt(48, 7, seed=3)
 
 
 def plan(name):

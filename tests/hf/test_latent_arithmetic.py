@@ -11,6 +11,7 @@ from attend import latent_attention
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.model.latent import candidates, up_projection
+from tiny import tiny_prompt
 from tiny_models import available, build
 
 LATENT = (
@@ -45,7 +46,7 @@ def spy():
 def test_latents_give_what_the_model_attends_to(name, spy):
     model = build(name, dtype=torch.float64)
     model.set_attn_implementation("latent_spy")
-    ids = torch.randint(2, 120, (2, 24), generator=torch.Generator().manual_seed(0))
+    ids = tiny_prompt(2, 24, seed=0)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids[:, :20], **{CACHE: cache})

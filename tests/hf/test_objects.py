@@ -18,6 +18,7 @@ from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.model.support import check_model, methods_for, why_unsupported
+from tiny import tiny_model, tiny_prompt
 from tiny_models import build
 from toy_words import word_tokenizer
 
@@ -27,12 +28,12 @@ SNAPKV = kvsieve.plan("snapkv", budget="20%", window=4, paper=True)
 
 @pytest.fixture(scope="module")
 def model():
-    return build("llama")
+    return tiny_model(dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
 def ids():
-    return torch.randint(3, 100, (1, 50), generator=torch.Generator().manual_seed(0))
+    return tiny_prompt(1, 50, seed=0, low=3, high=100)
 
 
 def test_stats_are_one_readable_line(model, ids):
@@ -152,7 +153,7 @@ def test_a_pipeline_leaves_stats_too(model):
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "gemma3n_text", "gemma3_text"])
 def test_means_are_over_layers_whose_kv_grows(family):
     model = build(family)
-    ids = torch.randint(3, 100, (1, 60), generator=torch.Generator().manual_seed(0))
+    ids = tiny_prompt(1, 60, seed=0, low=3, high=100)
     with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
         full = sieve.generate(ids, max_new_tokens=3, **GREEDY)
     growing = list(full.cache.sieve_layers)
@@ -178,7 +179,7 @@ def test_means_are_over_layers_whose_kv_grows(family):
 
 def test_partly_compressed_models_say_so_and_name_methods_that_run():
     model = build("gemma3_text")
-    ids = torch.randint(3, 100, (1, 60), generator=torch.Generator().manual_seed(0))
+    ids = tiny_prompt(1, 60, seed=0, low=3, high=100)
     with kvsieve.attach(model, kvsieve.plan("snapkv", budget=10, window=4, paper=True)) as sieve:
         stats = sieve.generate(ids, max_new_tokens=2, **GREEDY).stats
         sliding = [index for index in range(len(stats.kv_entries)) if index not in sieve.new_cache().sieve_layers]

@@ -12,6 +12,7 @@ from kvsieve.hf.prompt.chunks import passes
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
 from small import fill, plan_of
+from tiny import tiny_prompt
 from tiny_models import build
 
 CHUNK = 32
@@ -41,7 +42,7 @@ def read(model, plan, ids, together, chunk=CHUNK):
 def test_every_bit_is_that_of_a_pass_over_each_chunk(family, name):
     model = build(family)
     plan = plan_of(name, model)
-    ids = torch.randint(5, 90, (1, 9 * CHUNK + 5), generator=torch.Generator().manual_seed(1))
+    ids = tiny_prompt(1, 9 * CHUNK + 5, seed=1, low=5, high=90)
     logits, stored, passes_alone, joins = read(model, plan, ids, 1)
     for together in (2, 4):
         again, kept, passes_joined, _ = read(model, plan, ids, together)
@@ -51,7 +52,7 @@ def test_every_bit_is_that_of_a_pass_over_each_chunk(family, name):
 
 
 def test_a_last_chunk_that_is_longer_for_its_window_is_one():
-    model, ids = build("llama"), torch.randint(5, 90, (1, 70), generator=torch.Generator().manual_seed(2))
+    model, ids = build("llama"), tiny_prompt(1, 70, seed=2, low=5, high=90)
     plan = kvsieve.plan("snapkv", budget=30, window=20)
     whole = read(model, plan, ids, None, chunk=None)
     for together in (None, 4):
@@ -77,7 +78,7 @@ def test_what_acts_on_chunks_or_has_padding_or_a_state_is_read_chunk_by_chunk():
 def test_a_pass_longer_than_a_chunk_hides_its_padding(family):
     """Padding between a row's tokens moves the borders of passes, so that one holds two chunks."""
     model = fill(build(family, dtype=torch.float64))
-    ids = torch.randint(5, 90, (2, 54), generator=torch.Generator().manual_seed(1))
+    ids = tiny_prompt(2, 54, seed=1, low=5, high=90)
     mask = torch.ones_like(ids)
     mask[1, 21:41] = 0
     options = {"max_new_tokens": 2, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}

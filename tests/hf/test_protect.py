@@ -16,10 +16,10 @@ from kvsieve.segments import role_spans
 from kvsieve.types import Quotas, Selection
 from layers import context, golden, kept
 from small import plan_of, stored
-from tiny_models import build
+from tiny import greedy, padded_prompt, tiny_prompt
 from toy_words import word_tokenizer
 
-GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+GREEDY = greedy()
 LENGTH, PADDING = 200, 11
 SPANS = [(0, 3), (57, 69), (130, 131)]
 QUOTAS = [((5, 35), 14), ((90, 110), "50%")]
@@ -37,16 +37,8 @@ SPARSE_PROMPTS = [name for name in kvsieve.list_methods() if kvsieve.method_info
 
 
 @pytest.fixture(scope="module")
-def model():
-    return build("llama", dtype=torch.float64)
-
-
-@pytest.fixture(scope="module")
 def batch():
-    ids = torch.randint(2, 120, (2, LENGTH), generator=torch.Generator().manual_seed(8))
-    mask = torch.ones_like(ids)
-    ids[1, :PADDING], mask[1, :PADDING] = 0, 0
-    return ids, mask
+    return padded_prompt(LENGTH, PADDING, seed=8)
 
 
 def every_head(cache, padding=(0,)):
@@ -89,7 +81,7 @@ def test_nothing_that_is_held_is_dropped(model, batch, name):
         assert stored(alone.cache)[0] == stored(cache, pads)[1]
         free = sieve.prefill(ids[1:, PADDING:])
         assert not all(tokens(*SPANS) <= head for head in every_head(free)), "the spans decide nothing"
-        more = torch.randint(2, 120, (2, 30), generator=torch.Generator().manual_seed(9))
+        more = tiny_prompt(2, 30, seed=9)
         talk = torch.cat([result.sequences, more], 1)
         talk_mask = torch.cat([mask, torch.ones(2, 34, dtype=mask.dtype)], 1)
         later = [[(LENGTH + 10, LENGTH + 14)], [(LENGTH - PADDING + 10, LENGTH - PADDING + 14)]]

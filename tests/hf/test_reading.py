@@ -18,7 +18,7 @@ from kvsieve.kernels.cpu import reading
 from kvsieve.kernels.cpu.build import Library
 from kvsieve.methods import HSA, PerTurn, Quest, RocketEviction, SnapKV
 from kvsieve.roles import Reader
-from tiny_models import build
+from tiny import greedy, tiny_model, tiny_prompt
 
 READERS = {
     "exacttopk": {"budget": 16},
@@ -31,20 +31,15 @@ READERS = {
     "rocketkv-mt": {"budget": 16, "window": 4, "kernel": 5},
     "perturn": {"budget": 20, "base": "knorm"},
 }
-GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+GREEDY = greedy()
 
 
 def planned(name):
     return kvsieve.plan(name.split()[0], **READERS[name])
 
 
-@pytest.fixture(scope="module")
-def model():
-    return build("llama", dtype=torch.float64)
-
-
 def prompt(rows=1, size=90, seed=3):
-    return torch.randint(2, 120, (rows, size), generator=torch.Generator().manual_seed(seed))
+    return tiny_prompt(rows, size, seed=seed)
 
 
 def answer_logits(model, plan, ids, answer, mask=None, chunk=None, at_once=False):
@@ -287,7 +282,7 @@ def test_traffic_and_storage_are_those_of_the_papers_formulas(model, name):
 @pytest.fixture(scope="module")
 def single():
     """The model in the dtype that is read by compiled code."""
-    return build("llama", dtype=torch.float32)
+    return tiny_model(dtype=torch.float32)
 
 
 @pytest.mark.parametrize("name", ["quest", "hsa", "sparq", "rocketkv", "rocketkv-mt"])

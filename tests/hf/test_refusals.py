@@ -11,22 +11,18 @@ from kvsieve.cli.prompts import TextPrompt
 from kvsieve.errors import CacheStateError, InputError, KvsieveError
 from kvsieve.hf.compat import CACHE
 from kvsieve.segments import role_spans
+from tiny import greedy, tiny_prompt
 from tiny_models import build
 from toy_chats import chat_tokenizer
 from toy_words import word_tokenizer
 
-GREEDY = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+GREEDY = greedy(max_new_tokens=3)
 PLAN = kvsieve.plan("snapkv", budget=16, window=4)
 OTHERS = {
     "full": kvsieve.plan("full"),
     "other parameters": kvsieve.plan("snapkv", budget=20, window=4),
     "reader": kvsieve.plan("hsa", budget=16),
 }
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama", dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +34,7 @@ def twin():
 
 @pytest.fixture(scope="module")
 def ids():
-    return torch.randint(2, 120, (2, 40), generator=torch.Generator().manual_seed(5))
+    return tiny_prompt(2, 40, seed=5)
 
 
 @pytest.fixture

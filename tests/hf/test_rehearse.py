@@ -14,12 +14,13 @@ from kvsieve.hf.compat import CACHE
 from kvsieve.methods import TSP, KVzip, Lookahead
 from kvsieve.roles import ProbingEvictor
 from kvsieve.tasks.samples import QuestionAnswer, Sample
+from tiny import greedy, padded_prompt, tiny_model
 from tiny_models import build
 from toy_chats import chat_tokenizer
 from toy_words import WORDS, word_tokenizer
 
 PADDING = 7
-GREEDY = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+GREEDY = greedy(max_new_tokens=5)
 LOGITS = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
 KVZIP = {"chunk_length": 16, "repeat_ids": (5, 6), "go_on_ids": (7,), "answer_ids": ()}
 LAQ = {"window": 4, "kernel": 3, "lookahead": 3}
@@ -53,7 +54,7 @@ def rehearsed_by(action, **options):
 
 @pytest.fixture(scope="module")
 def llama():
-    return build("llama", dtype=torch.float64)
+    return tiny_model()
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3_text", "qwen3_moe", "glm4"])
@@ -63,10 +64,7 @@ def model(request):
 
 @pytest.fixture(scope="module")
 def prompts():
-    ids = torch.randint(2, 120, (2, 48), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    ids[1, :PADDING], mask[1, :PADDING] = 0, 0
-    return ids, mask
+    return padded_prompt(48, PADDING, seed=0)
 
 
 @pytest.mark.parametrize("window", [0, 5])

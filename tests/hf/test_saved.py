@@ -25,17 +25,11 @@ from kvsieve.hf.persist import cache_file, saved
 from kvsieve.methods import SnapKV
 from kvsieve.plans import Plan
 from kvsieve.profiles import Fingerprint, Profile
+from tiny import greedy, tiny_model
 from tiny_models import build
 from toy_words import word_tokenizer
 
-GREEDY = {
-    "do_sample": False,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "max_new_tokens": 9,
-    "return_dict_in_generate": True,
-    "output_logits": True,
-}
+GREEDY = greedy(max_new_tokens=9, return_dict_in_generate=True, output_logits=True)
 PLANS = {
     "full": {},
     "snapkv": {"budget": 30, "window": 4},
@@ -58,7 +52,7 @@ PLANS = {
 
 @pytest.fixture(scope="module")
 def model():
-    return build("llama")
+    return tiny_model(dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")

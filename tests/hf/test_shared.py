@@ -11,6 +11,7 @@ from kvsieve.hf.cache.batching import can_stack, stack
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.shared import after_prompt, answer_logits, next_logits, read_alone, read_shared
+from tiny import tiny_prompt
 from tiny_models import build
 
 PLANS = {
@@ -23,13 +24,8 @@ FULL = kvsieve.plan("full")
 
 
 @pytest.fixture(scope="module")
-def model():
-    return build("llama", dtype=torch.float64)
-
-
-@pytest.fixture(scope="module")
 def ids():
-    return torch.randint(2, 120, (1, 45), generator=torch.Generator().manual_seed(7))
+    return tiny_prompt(1, 45, seed=7)
 
 
 def greedy(model, cache, logits, steps=6):
@@ -86,7 +82,7 @@ def test_an_evictor_that_looks_further_back_is_refused(model, ids):
 def test_windows_states_and_shared_kv_are_shared_and_stacked_too(name):
     """Copies that take turns do not write into each other, and as rows of one cache they answer as they do alone."""
     model = build(name, dtype=torch.float64)
-    ids = torch.randint(2, 120, (1, 45), generator=torch.Generator().manual_seed(7))
+    ids = tiny_prompt(1, 45, seed=7)
     evictors = [PLANS["snapkv"].evict, PLANS["streamingllm"].evict]
     shared = read_shared(model, None, ids, window=4)
     wanted = []
@@ -169,7 +165,7 @@ def test_heads_of_another_number_are_not_stacked(model, ids):
     ids=repr,
 )
 def test_a_given_answer_reads_what_a_generated_one_does(model, ids, plan):
-    answer = torch.randint(2, 120, (1, 11), generator=torch.Generator().manual_seed(3))
+    answer = tiny_prompt(1, 11, seed=3)
     options = ReadOptions(new_tokens=answer.shape[1])
     wanted, ends = [], []
     for given in (False, True):

@@ -11,19 +11,13 @@ from kvsieve.cache import DenseStore
 from kvsieve.hf.cache.states import EmptyLayer
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.forward.request import PassRequest
+from tiny import greedy, padded_prompt
 from tiny_models import available, build
 
 logging.set_verbosity_error()
 
 NAMES = [name for name in ("gemma3n_text", "gemma4_text") if name in [family.name for family in available()]]
-GREEDY = {
-    "max_new_tokens": 8,
-    "do_sample": False,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-    "return_dict_in_generate": True,
-    "output_logits": True,
-}
+GREEDY = greedy(max_new_tokens=8, return_dict_in_generate=True, output_logits=True)
 PADDING = 9
 PLANS = {
     "snapkv": kvsieve.plan("snapkv", budget=16, window=4, paper=True),
@@ -46,10 +40,7 @@ def model(request):
 
 @pytest.fixture(scope="module")
 def prompts():
-    ids = torch.randint(2, 120, (2, 60), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    ids[1, :PADDING], mask[1, :PADDING] = 0, 0
-    return ids, mask
+    return padded_prompt(60, PADDING, seed=0)
 
 
 def near(one, other, rows=slice(None)):

@@ -10,15 +10,10 @@ import torch
 import kvsieve
 from kvsieve.errors import CacheStateError
 from kvsieve.hf.compat import CACHE
+from tiny import greedy
 from tiny_models import build
 
-GREEDY = {
-    "do_sample": False,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "return_dict_in_generate": True,
-    "output_logits": True,
-}
+GREEDY = greedy(return_dict_in_generate=True, output_logits=True)
 PLANS = {
     "full": {},
     "snapkv": {"budget": 30, "window": 4},
@@ -29,11 +24,6 @@ PLANS = {
     "lagkv": {"budget": 60, "lag": 8, "sinks": 2},
     "streamingllm": {"budget": 30, "every": 1},
 }
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama", dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")

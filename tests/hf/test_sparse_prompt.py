@@ -15,33 +15,19 @@ from kvsieve.eval.cells import settings
 from kvsieve.methods import AShape, XAttention
 from kvsieve.named import crossed
 from kvsieve.plans import Plan
+from tiny import greedy, padded_prompt
 from tiny_models import build
 
 SMALL = "block=8:queries=16:least=32"
 SPARSE = f"xattention:{SMALL}:stride=4:threshold=0.6"
 WHOLE = f"xattention:{SMALL}:stride=4:threshold=1.0"
-GREEDY = {
-    "do_sample": False,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "max_new_tokens": 3,
-    "return_dict_in_generate": True,
-    "output_logits": True,
-}
+GREEDY = greedy(max_new_tokens=3, return_dict_in_generate=True, output_logits=True)
 PADDING = 13
 
 
 @pytest.fixture(scope="module")
-def model():
-    return build("llama", dtype=torch.float64)
-
-
-@pytest.fixture(scope="module")
 def prompts():
-    ids = torch.randint(2, 120, (2, 150), generator=torch.Generator().manual_seed(3))
-    mask = torch.ones_like(ids)
-    ids[1, :PADDING], mask[1, :PADDING] = 0, 0
-    return ids, mask
+    return padded_prompt(150, PADDING, seed=3)
 
 
 def answered(model, plan, ids, mask=None, **options):

@@ -19,6 +19,7 @@ from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.model.support import why_unsupported
 from small import plan_of
+from tiny import greedy
 from tiny_models import available, build
 from toy_chats import chat_tokenizer
 
@@ -33,14 +34,7 @@ OTHERS = [
 ]
 STARTS_AFRESH = ["jamba", "zamba"]
 PADDING = 20
-GREEDY = {
-    "do_sample": False,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-    "return_dict_in_generate": True,
-    "output_logits": True,
-    "max_new_tokens": 4,
-}
+GREEDY = greedy(return_dict_in_generate=True, output_logits=True, max_new_tokens=4)
 # Recurrent layers are computed in float32 whatever the model's dtype.
 CLOSE = 1e-3
 SNAPKV = kvsieve.plan("snapkv", budget=16, window=4, paper=True)

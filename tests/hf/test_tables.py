@@ -13,6 +13,7 @@ from kvsieve.errors import InputError, UnsupportedOptionError
 from kvsieve.hf.model.context import context_of
 from kvsieve.hf.model.tables import RotaryTables
 from small import fill, longrope_factors
+from tiny import greedy, tiny_prompt
 from tiny_models import build
 
 BORDER = 40
@@ -32,7 +33,7 @@ MODELS = {
     "llama": lambda: build("llama", dtype=torch.float64, **LONG),
     "dynamic": lambda: build("llama", dtype=torch.float64, max_position_embeddings=BORDER, rope_parameters=DYNAMIC),
 }
-GREEDY = {"eos_token_id": None, "pad_token_id": 0, "do_sample": False}
+GREEDY = greedy()
 LOGITS = {"return_dict_in_generate": True, "output_logits": True, **GREEDY}
 FULL = kvsieve.plan("full")
 
@@ -55,7 +56,7 @@ def phi3():
 
 
 def ids(count, rows=1, seed=5):
-    return torch.randint(3, 120, (rows, count), generator=torch.Generator().manual_seed(seed))
+    return tiny_prompt(rows, count, seed=seed, low=3)
 
 
 def own(model, prompt, **options):

@@ -19,6 +19,7 @@ from kvsieve.hf.model.support import why_unsupported
 from kvsieve.methods import HSA, ExactTopK, Quest, SparQ
 from kvsieve.roles import Reader
 from small import recorder_stand_in
+from tiny import greedy, padded_prompt
 from tiny_models import available, build
 
 logging.set_verbosity_error()
@@ -28,14 +29,7 @@ CAPPED = ["gemma2", "vaultgemma"]
 SINKS = [name for name in ("gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "flint") if name in KNOWN]
 FULL = {"layer_types": ["full_attention"] * 4}
 PADDING = 7
-GENERATE = {
-    "max_new_tokens": 6,
-    "do_sample": False,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-    "return_dict_in_generate": True,
-    "output_logits": True,
-}
+GENERATE = greedy(max_new_tokens=6, return_dict_in_generate=True, output_logits=True)
 PLANS = {
     "snapkv": {"budget": 16, "window": 4},
     "adakv": {"budget": 16, "window": 4},
@@ -74,10 +68,7 @@ def eager():
 
 
 def prompts():
-    ids = torch.randint(2, 120, (2, 48), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    ids[1, :PADDING], mask[1, :PADDING] = 0, 0
-    return ids, mask
+    return padded_prompt(48, PADDING, seed=0)
 
 
 def plan_of(name):

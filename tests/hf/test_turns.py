@@ -9,10 +9,10 @@ import torch
 
 import kvsieve
 from small import plan_of, stored
-from tiny_models import build
+from tiny import greedy
 
 ANSWER = 4
-GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+GREEDY = greedy()
 # More than a first turn of 10, and enough for the least that every method keeps.
 NUMBER, TURNS = 60, (10, 240, 10, 60)
 
@@ -38,11 +38,6 @@ GROWS = {"duoattention": "retrieval heads keep all that is generated, until the 
 # A share too, where it says what stays.
 BUDGETS = [(name, NUMBER) for name in kvsieve.list_methods()]
 BUDGETS += [(name, "20%") for name in kvsieve.list_methods() if name not in KEEPS_ALL]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama", dtype=torch.float64)
 
 
 @dataclass

@@ -10,6 +10,7 @@ import torch
 import kvsieve
 from faraway import Away, sent, watched
 from small import plan_of, stored
+from tiny import tiny_prompt
 from tiny_models import build
 
 pytestmark = pytest.mark.filterwarnings("ignore::kvsieve.errors.KvsieveWarning")
@@ -51,7 +52,7 @@ def models(layers):
 
 
 def prompt(rows=1):
-    return torch.randint(2, 120, (rows, 150), generator=torch.Generator().manual_seed(1))
+    return tiny_prompt(rows, 150, seed=1)
 
 
 def kept(cache, padding=(0,)):

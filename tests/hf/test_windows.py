@@ -10,6 +10,7 @@ import kvsieve
 from eager import exact_eager
 from kvsieve.hf.cache.layer import WindowLayer
 from kvsieve.hf.model.support import why_unsupported
+from tiny import greedy, tiny_prompt
 from tiny_models import build
 
 logging.set_verbosity_error()
@@ -23,14 +24,7 @@ MODELS = {
     "gemma3_text": ({}, 1),
     "gpt_oss": ({}, 1),
 }
-GREEDY = {
-    "max_new_tokens": 30,
-    "do_sample": False,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-    "return_dict_in_generate": True,
-    "output_logits": True,
-}
+GREEDY = greedy(max_new_tokens=30, return_dict_in_generate=True, output_logits=True)
 
 
 def by_hand(model, ids, kept, prompt, source):
@@ -69,7 +63,7 @@ def by_hand(model, ids, kept, prompt, source):
 def test_deep_layers_see_what_lies_within_their_window(name, rate):
     changes, source = MODELS[name]
     model = build(name, dtype=torch.float64, **changes)
-    ids = torch.randint(2, 120, (1, 150), generator=torch.Generator().manual_seed(3))
+    ids = tiny_prompt(1, 150, seed=3)
     plan = kvsieve.Plan(propagate=kvsieve.methods.TSP(rate=rate, layer=source, window=4), name="tsp")
     with kvsieve.attach(model, plan) as sieve:
         ours = [sieve.generate(ids, **GREEDY), sieve.generate(ids, chunk=40, **GREEDY)]
@@ -107,7 +101,7 @@ def _chosen(model, plan, ids, source):
 def test_a_long_answer_holds_no_more_than_a_window():
     """In every row of a padded batch, with holes, and the answer is that of the row alone."""
     model = build("ministral", dtype=torch.float64, **MINISTRAL_8B)
-    ids = torch.randint(2, 120, (2, 90), generator=torch.Generator().manual_seed(3))
+    ids = tiny_prompt(2, 90, seed=3)
     mask = torch.ones_like(ids)
     ids[1, :31], mask[1, :31] = 0, 0
     plan = kvsieve.plan("fastkv", budget=30, tsp_layer=4, tsp_rate=0.3, window=4, paper=True)

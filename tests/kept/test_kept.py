@@ -15,6 +15,7 @@ import kvsieve
 from kvsieve.errors import CacheStateError, InputError
 from kvsieve.kept.pieces import text_pieces
 from small import plan_of, stored
+from tiny import tiny_model, tiny_prompt
 from tiny_models import build
 from toy_words import word_tokenizer
 
@@ -24,12 +25,12 @@ N, PADDING = 60, 9
 
 @pytest.fixture(scope="module")
 def model():
-    return build("llama")
+    return tiny_model(dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
 def prompt():
-    ids = torch.randint(3, 100, (2, N), generator=torch.Generator().manual_seed(0))
+    ids = tiny_prompt(2, N, seed=0, low=3, high=100)
     mask = torch.ones_like(ids)
     mask[1, :PADDING] = 0
     return ids, mask

@@ -11,7 +11,7 @@ from triton.runtime.interpreter import InterpretedFunction
 import kvsieve
 from kvsieve import kernels
 from kvsieve.kernels import blocks, choice, decode, packed, paged, pages, window
-from tiny_models import build
+from tiny import tiny_model, tiny_prompt
 
 PLANS = {
     "full": {},
@@ -27,7 +27,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture(scope="module")
 def model():
-    return build("llama", num_hidden_layers=2)
+    return tiny_model(dtype=torch.float32, num_hidden_layers=2)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -37,7 +37,7 @@ def test_a_model_answers_the_same(model, name, monkeypatch):
     launched, run = set(), InterpretedFunction.run
     spy = lambda self, *args, **kwargs: launched.add(self.__name__) or run(self, *args, **kwargs)  # noqa: E731
     monkeypatch.setattr(InterpretedFunction, "run", spy)
-    ids = torch.randint(2, 120, (2, 60), generator=torch.Generator().manual_seed(3))
+    ids = tiny_prompt(2, 60, seed=3)
     mask = torch.ones_like(ids)
     mask[1, :11] = 0
     answers = []

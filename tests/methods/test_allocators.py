@@ -32,6 +32,7 @@ from kvsieve.methods import (
     ZigZagKV,
 )
 from layers import context
+from tiny import padded_prompt
 from tiny_models import build
 
 PADDING = 7
@@ -464,16 +465,8 @@ def again(plan, **changes):
 
 
 @pytest.fixture(scope="module")
-def model():
-    return build("llama", dtype=torch.float64)
-
-
-@pytest.fixture(scope="module")
 def prompts():
-    ids = torch.randint(2, 120, (2, 60), generator=torch.Generator().manual_seed(5))
-    mask = torch.ones_like(ids)
-    ids[1, :PADDING], mask[1, :PADDING] = 0, 0
-    return ids, mask
+    return padded_prompt(60, PADDING, seed=5)
 
 
 def columns(cache, row=0, pad=0):

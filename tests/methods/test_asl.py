@@ -13,19 +13,19 @@ from kvsieve.methods import TSP, AdaptiveTSP, GemFilter, SnapKV
 from kvsieve.methods.asl import _RowTrace
 from kvsieve.roles import Propagator
 from layers import context, golden
-from tiny_models import build
+from tiny import tiny_model, tiny_prompt
 
 LAYERS = 9
 
 
 @pytest.fixture(scope="module")
 def model():
-    return build("llama", dtype=torch.float64, num_hidden_layers=LAYERS)
+    return tiny_model(num_hidden_layers=LAYERS)
 
 
 @pytest.fixture(scope="module")
 def ids():
-    return torch.randint(2, 120, (2, 60), generator=torch.Generator().manual_seed(3))
+    return tiny_prompt(2, 60, seed=3)
 
 
 def adaptive(tau, **given):
@@ -130,7 +130,7 @@ def test_a_later_turn_decides_anew(model, ids):
     plan = kvsieve.Plan(propagate=adaptive(2.0), evict=SnapKV(budget=18, window=4, kernel=3))
     with kvsieve.attach(model, plan) as sieve:
         first = sieve.generate(ids[:1], max_new_tokens=4, do_sample=False)
-        more = torch.randint(2, 120, (1, 50), generator=torch.Generator().manual_seed(8))
+        more = tiny_prompt(1, 50, seed=8)
         second = sieve.generate(
             torch.cat([first.sequences, more], 1), cache=first.cache, max_new_tokens=4, do_sample=False
         )

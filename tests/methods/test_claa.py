@@ -10,6 +10,7 @@ from kvsieve.budget import Budget
 from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.methods import TSP, CrossLayerTSP, SnapKV, StagedTSP
 from layers import context
+from tiny import tiny_model, tiny_prompt
 from tiny_models import build
 
 LAYERS, N, PADDING = 6, 60, 11
@@ -17,12 +18,12 @@ LAYERS, N, PADDING = 6, 60, 11
 
 @pytest.fixture(scope="module")
 def model():
-    return build("llama", dtype=torch.float64, num_hidden_layers=LAYERS)
+    return tiny_model(num_hidden_layers=LAYERS)
 
 
 @pytest.fixture(scope="module")
 def ids():
-    return torch.randint(2, 120, (2, N), generator=torch.Generator().manual_seed(3))
+    return tiny_prompt(2, N, seed=3)
 
 
 def run(model, plan, *inputs, **options):
@@ -121,7 +122,7 @@ def test_both_steps_may_fall_on_one_layer(family, early, layer):
     """Hybrids attend in few layers, so two named ones may be followed by the same: the second step is then the only."""
     model = build(family, dtype=torch.float64)
     shape = {"rate": "20%", "layer": layer, "window": 4}
-    ids = torch.randint(3, 100, (1, N), generator=torch.Generator().manual_seed(1))
+    ids = tiny_prompt(1, N, seed=1, low=3, high=100)
     part = StagedTSP(early=early, early_rate="50%", **shape)
     if family != "qwen3" and layer == 2:
         with pytest.raises(UnsupportedModelError, match="after layer 2, and of the model's 4 layers only"):

@@ -17,7 +17,7 @@ from kvsieve.hf.compat import CACHE
 from kvsieve.kernels.cpu import packed as native
 from kvsieve.methods import FP8, HQQ, K8V4, KIVI, Int8, Outlier, Rotated, SnapKV
 from kvsieve.plans import Plan
-from tiny_models import build
+from tiny import tiny_model, tiny_prompt
 
 ROWS, BLOCKS, BLOCK, DIM = 2, 3, 32, 64
 # Bits per number that each is said to take, of keys and values.
@@ -211,7 +211,7 @@ def test_where_there_is_no_rest_to_keep(method, given, message):
 
 @pytest.fixture(scope="module")
 def model():
-    return build("llama")
+    return tiny_model(dtype=torch.float32)
 
 
 @pytest.mark.parametrize("codec", [None, KIVI(bits=8, block=16, tail=16)], ids=["exact", "encoded"])
@@ -254,7 +254,7 @@ def test_nothing_is_lost_and_what_is_kept_is_exact(model, method, codec, tmp_pat
 
 
 def test_keeping_the_rest_is_nearer_to_full_kv_than_dropping_it(model):
-    ids = torch.randint(2, 120, (1, 200), generator=torch.Generator().manual_seed(3))
+    ids = tiny_prompt(1, 200, seed=3)
     found = {}
     for name, given in {"full": None, "dropped": {}, "2bit": {"rest": "2bit"}, "4bit": {"rest": "4bit"}}.items():
         plan = Plan() if given is None else kvsieve.plan("snapkv", budget=20, window=8, paper=True, **given)

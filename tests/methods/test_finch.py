@@ -14,25 +14,18 @@ from kvsieve.hf.compat import CACHE
 from kvsieve.methods import Finch
 from layers import context
 from spying import seen_by_attention, softmax_rows
+from tiny import greedy, padded_prompt
 from tiny_models import build
 
 PADDING = 9
 QUESTION, CHUNK = 5, 16
-GREEDY = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+GREEDY = greedy(max_new_tokens=4)
 LOGITS = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
 
 
 @pytest.fixture(scope="module")
-def model():
-    return build("llama", dtype=torch.float64)
-
-
-@pytest.fixture(scope="module")
 def prompts():
-    ids = torch.randint(2, 120, (2, 53), generator=torch.Generator().manual_seed(2))
-    mask = torch.ones_like(ids)
-    ids[1, :PADDING], mask[1, :PADDING] = 0, 0
-    return ids, mask
+    return padded_prompt(53, PADDING, seed=2)
 
 
 def turned(model, keys, moves):

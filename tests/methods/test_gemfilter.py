@@ -18,10 +18,10 @@ from kvsieve.methods import HSA, TSP, GemFilter, SnapKV
 from kvsieve.roles import Propagator
 from kvsieve.tasks.samples import QuestionAnswer, Sample
 from layers import context, golden
-from tiny_models import build
+from tiny import greedy, tiny_prompt
 from toy_words import WORDS, word_tokenizer
 
-PLAIN = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+PLAIN = greedy()
 GREEDY = {"max_new_tokens": 4, **PLAIN, "return_dict_in_generate": True, "output_logits": True}
 N, K, LAYER, PADDING = 60, 20, 1, 11
 
@@ -31,13 +31,8 @@ def gem(**given):
 
 
 @pytest.fixture(scope="module")
-def model():
-    return build("llama", dtype=torch.float64)
-
-
-@pytest.fixture(scope="module")
 def ids():
-    return torch.randint(2, 120, (2, N), generator=torch.Generator().manual_seed(3))
+    return tiny_prompt(2, N, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +196,7 @@ def test_a_padded_row_is_the_row_alone_and_chunks_change_nothing(model, padded, 
 @pytest.mark.parametrize(("chunk", "given"), [(None, True), (9, False)], ids=["mask-given", "mask-known"])
 def test_a_later_turn_filters_the_whole_conversation_afresh(model, padded, chunk, given):
     ids, mask = padded
-    more = torch.randint(2, 120, (2, 13), generator=torch.Generator().manual_seed(8))
+    more = tiny_prompt(2, 13, seed=8)
     with kvsieve.attach(model, gem()) as sieve:
         first = sieve.generate(ids, mask, **GREEDY)
         talk = torch.cat([first.sequences, more], 1)

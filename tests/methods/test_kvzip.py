@@ -13,7 +13,7 @@ from kvsieve.methods import KVzip
 from kvsieve.methods.kvzip import repeat_requests
 from layers import context
 from spying import seen_by_attention, softmax_rows
-from tiny_models import build
+from tiny import padded_prompt
 from toy_words import word_tokenizer
 
 PADDING = 9
@@ -21,16 +21,8 @@ OPTIONS = {"chunk_length": 16, "prefix": 3, "repeat_ids": (5, 6), "go_on_ids": (
 
 
 @pytest.fixture(scope="module")
-def model():
-    return build("llama", dtype=torch.float64)
-
-
-@pytest.fixture(scope="module")
 def prompts():
-    ids = torch.randint(2, 120, (2, 53), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    ids[1, :PADDING], mask[1, :PADDING] = 0, 0
-    return ids, mask
+    return padded_prompt(53, PADDING, seed=0)
 
 
 def read(model, plan, ids, mask=None, **options):

@@ -12,6 +12,7 @@ import kvsieve
 from kvsieve.errors import PlanError
 from kvsieve.methods import LagKV
 from layers import context, golden, kept
+from tiny import tiny_prompt
 from tiny_models import build
 
 V4 = {"query": 3 * golden((1, 4, 24, 4), 1), "keys": 3 * golden((1, 2, 24, 4), 2), "values": golden((1, 2, 24, 4), 3)}
@@ -138,15 +139,10 @@ def test_a_constant_channel_gives_numbers():
     assert len(kept(LagKV(budget=30, sinks=0, lag=10), context(torch.zeros(1, 1, 1, 4), keys))[0]) == 30
 
 
-@pytest.fixture(scope="module")
-def model():
-    return build("llama", dtype=torch.float64)
-
-
 @pytest.mark.parametrize("length", [50, 7])
 def test_decoding_goes_on_compressing(model, length):
     """Also after a prompt that fits, down to the budget whenever a partition has filled."""
-    ids = torch.randint(2, 120, (1, length), generator=torch.Generator().manual_seed(2))
+    ids = tiny_prompt(1, length, seed=2)
     plan, sizes = kvsieve.plan("lagkv", budget=30, sinks=2, lag=8), []
     with kvsieve.attach(model, plan) as sieve:
         cache = sieve.new_cache()
@@ -161,7 +157,7 @@ def test_decoding_goes_on_compressing(model, length):
 
 def test_over_turns_the_first_layer_keeps_what_it_would_of_one_prompt(model):
     """Its keys and values do not depend on what was evicted; older partitions are cut to what the newer ones get."""
-    ids = torch.randint(2, 120, (1, 320), generator=torch.Generator().manual_seed(4))
+    ids = tiny_prompt(1, 320, seed=4)
     for budget, ends in ((60, (7, 60, 130, 137, 320)), (45, (30, 200, 320))):
         with kvsieve.attach(model, kvsieve.plan("lagkv", budget=budget, sinks=3, lag=8)) as sieve:
             cache = sieve.new_cache()
@@ -176,7 +172,7 @@ def test_over_turns_the_first_layer_keeps_what_it_would_of_one_prompt(model):
 
 def test_what_is_kept_does_not_depend_on_how_it_came(model):
     """Feeding the same keys and values in any chunks keeps the same: the first layer's do not depend on eviction."""
-    ids = torch.randint(2, 120, (1, 90), generator=torch.Generator().manual_seed(4))
+    ids = tiny_prompt(1, 90, seed=4)
     found = []
     for chunk in (None, 7, 16, 40):
         plan = kvsieve.plan("lagkv", budget="50%", sinks=3, lag=8, chunks=True)
@@ -188,7 +184,7 @@ def test_what_is_kept_does_not_depend_on_how_it_came(model):
 
 
 def test_rows_of_a_batch_and_beams_go_their_own_way(model):
-    ids = torch.randint(2, 120, (2, 50), generator=torch.Generator().manual_seed(6))
+    ids = tiny_prompt(2, 50, seed=6)
     mask = torch.ones_like(ids)
     ids[1, :13], mask[1, :13] = 0, 0
     plan = kvsieve.plan("lagkv", budget="60%", sinks=2, lag=6)

@@ -10,23 +10,15 @@ from kvsieve.errors import PlanError
 from kvsieve.methods import Lookahead
 from layers import context, kept
 from spying import softmax_rows
-from tiny_models import build
+from tiny import padded_prompt
 
 PADDING = 9
 WINDOW, KERNEL, DRAFTED = 5, 3, 4
 
 
 @pytest.fixture(scope="module")
-def model():
-    return build("llama", dtype=torch.float64)
-
-
-@pytest.fixture(scope="module")
 def prompts():
-    ids = torch.randint(2, 120, (2, 61), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    ids[1, :PADDING], mask[1, :PADDING] = 0, 0
-    return ids, mask
+    return padded_prompt(61, PADDING, seed=1)
 
 
 def votes(query, keys, scale, local, drafted):

@@ -12,7 +12,7 @@ from kvsieve.core.scoring import width
 from kvsieve.errors import PlanError
 from kvsieve.methods import TSP, KNorm, SnapKV, StreamingLLM
 from layers import context, golden, kept
-from tiny_models import build
+from tiny import tiny_model, tiny_prompt
 
 GOLDEN = {"query": 3 * golden((1, 4, 24, 4), 1), "keys": 3 * golden((1, 2, 24, 4), 2)}
 
@@ -171,12 +171,12 @@ def test_bad_parameters_are_named(options):
 
 @pytest.fixture(scope="module")
 def llama():
-    return build("llama", dtype=torch.float64)
+    return tiny_model()
 
 
 @pytest.fixture(scope="module")
 def ids():
-    return torch.randint(2, 120, (1, 100), generator=torch.Generator().manual_seed(3))
+    return tiny_prompt(1, 100, seed=3)
 
 
 def run(model, ids, **parameters):

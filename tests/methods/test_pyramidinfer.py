@@ -15,21 +15,21 @@ from kvsieve.methods import PyramidInfer, pyramidinfer
 from kvsieve.roles import Propagator
 from kvsieve.tasks.samples import QuestionAnswer, Sample
 from layers import context
-from tiny_models import build
+from tiny import greedy, tiny_model, tiny_prompt
 from toy_words import WORDS, word_tokenizer
 
 LAYERS = 6
-GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+GREEDY = greedy(max_new_tokens=6)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return build("llama", dtype=torch.float64, num_hidden_layers=LAYERS)
+    return tiny_model(num_hidden_layers=LAYERS)
 
 
 @pytest.fixture(scope="module")
 def ids():
-    return torch.randint(2, 120, (2, 90), generator=torch.Generator().manual_seed(3))
+    return tiny_prompt(2, 90, seed=3)
 
 
 def pyramid(**given):
@@ -221,7 +221,7 @@ def test_the_last_chunk_holds_the_whole_tail(model, ids):
 
 
 def test_a_later_turn_drops_of_its_own_tokens(model, ids):
-    more = torch.randint(2, 120, (1, 80), generator=torch.Generator().manual_seed(8))
+    more = tiny_prompt(1, 80, seed=8)
     plan = pyramid()
     with kvsieve.attach(model, plan) as sieve:
         first = sieve.generate(ids[:1], **GREEDY)

@@ -13,6 +13,7 @@ from kvsieve.errors import PlanError
 from kvsieve.methods import QFilters
 from kvsieve.profiles import Fingerprint, Profile
 from layers import context, kept
+from tiny import tiny_prompt
 from tiny_models import build
 
 
@@ -82,7 +83,7 @@ def test_on_a_model_and_as_json():
     plan = kvsieve.plan("qfilters", profile=profile, budget=12, recent=3, skip_layers=1)
     again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
     assert again == plan and hash(again) == hash(plan) and again.profile == profile.fingerprint
-    ids = torch.randint(2, 120, (1, 50), generator=torch.Generator().manual_seed(1))
+    ids = tiny_prompt(1, 50, seed=1)
     with kvsieve.attach(model, plan) as sieve:
         result = sieve.generate(ids, max_new_tokens=2, do_sample=False)
     assert result.stats.kv_entries == [50, 12, 12, 12] and result.stats.applied

@@ -19,7 +19,7 @@ from kvsieve.methods import H2O, TSP, ChunkKV, CriticalKV, ExpectedAttention, Ke
 from kvsieve.methods.base import ScoredEvictor
 from kvsieve.types import When
 from layers import context, kept
-from tiny_models import build
+from tiny import tiny_prompt
 
 PLANS = {
     "keydiff": Plan(evict=KeyDiff(budget="40%")),
@@ -76,13 +76,8 @@ def rows_alone(query, keys, values):
 
 
 @pytest.fixture(scope="module")
-def model():
-    return build("llama", dtype=F64)
-
-
-@pytest.fixture(scope="module")
 def ids():
-    return torch.randint(2, 120, (2, 50), generator=torch.Generator().manual_seed(4))
+    return tiny_prompt(2, 50, seed=4)
 
 
 def columns(cache, row=0):

@@ -18,22 +18,18 @@ from kvsieve.methods import SnapKV, SpecPrefill
 from kvsieve.roles import Loaded
 from layers import context
 from small import draft as tiny_draft
+from tiny import greedy, tiny_prompt
 from tiny_models import build
 from toy_words import word_tokenizer
 
 N, PADDING, LAYERS = 60, 11, 4
-GREEDY = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+GREEDY = greedy(max_new_tokens=4)
 SHAPE = {"keep": "40%", "chunk_length": 4, "keep_last": 4, "smooth": 3, "lookahead": 3}
 
 
 @pytest.fixture(scope="module")
-def model():
-    return build("llama", dtype=torch.float64)
-
-
-@pytest.fixture(scope="module")
 def ids():
-    return torch.randint(3, 120, (2, N), generator=torch.Generator().manual_seed(3))
+    return tiny_prompt(2, N, seed=3, low=3)
 
 
 def spec(**given):

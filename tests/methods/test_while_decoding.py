@@ -10,7 +10,7 @@ from kvsieve.errors import PlanError
 from kvsieve.hf.compat import CACHE
 from kvsieve.methods import H2O, TOVA, TSP, LagKV
 from layers import context, kept
-from tiny_models import build
+from tiny import tiny_prompt
 
 PLANS = {
     "tova": {"budget": 20},
@@ -22,13 +22,8 @@ PLANS = {
 
 
 @pytest.fixture(scope="module")
-def model():
-    return build("llama", dtype=torch.float64)
-
-
-@pytest.fixture(scope="module")
 def ids():
-    return torch.randint(2, 120, (2, 40), generator=torch.Generator().manual_seed(5))
+    return tiny_prompt(2, 40, seed=5)
 
 
 def attention(query, keys, scale):
@@ -141,7 +136,7 @@ def test_decoding_keeps_what_the_slow_reference_keeps(model, ids):
 
         layer = model.get_decoder().layers[0]
         handle = layer.self_attn.register_forward_hook(spy, with_kwargs=True)
-        tokens = torch.randint(2, 120, (1, 40 + steps), generator=torch.Generator().manual_seed(9))
+        tokens = tiny_prompt(1, 40 + steps, seed=9)
         cache = sieve.prefill(tokens)
         handle.remove()
         hidden = torch.cat(seen["hidden"], 1)

@@ -19,6 +19,7 @@ from kvsieve.serve.reply_schema import ChatReply, CompletionReply
 from kvsieve.serve.run import ServerOptions, application
 from kvsieve.turns import render, token_ids
 from served_apps import listening
+from tiny import tiny_model
 from tiny_models import build
 from toy_chats import chat_tokenizer
 
@@ -65,7 +66,7 @@ def client(url):
 
 @pytest.fixture(scope="module")
 def lone():
-    return build("llama")
+    return tiny_model(dtype=torch.float32)
 
 
 def words(seed: int, count: int) -> str:

@@ -21,7 +21,7 @@ from kvsieve.serve.scheduler import Scheduler
 from kvsieve.serve.schema import CompletionRequest
 from kvsieve.serve.ticket import Summary
 from orders import Heard, prompt
-from tiny_models import build
+from tiny import tiny_model
 from toy_words import word_tokenizer
 
 IDS, CHUNK = prompt(5, 30), 24
@@ -65,7 +65,7 @@ WITHOUT_EFFECT = {
 
 @pytest.fixture(scope="module")
 def shared():
-    return build("llama")
+    return tiny_model(dtype=torch.float32)
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from kvsieve.serve.scheduler import Scheduler
 from kvsieve.serve.ticket import BusyError, Order, Summary, Ticket, TooLargeError
 from orders import TIMEOUT, ask, prompt
 from small import plan_of
+from tiny import tiny_model
 from tiny_models import build
 from toy_words import word_tokenizer
 
@@ -29,7 +30,7 @@ NAMES = ("full", "snapkv", "adakv", "fastkv", "streamingllm", "rocketkv-mt", "ki
 
 @pytest.fixture(scope="module")
 def model():
-    return build("llama")
+    return tiny_model(dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,10 @@ from kvsieve.hf.reuse import StoredPrefixes
 from kvsieve.store import PrefixStore
 from kvsieve.store.rules import Request, reuse_of
 from small import fill, plan_of
+from tiny import greedy, tiny_model, tiny_prompt
 from tiny_models import build
 
-GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "suppress_tokens": [0], "max_new_tokens": 8}
+GREEDY = greedy(suppress_tokens=[0], max_new_tokens=8)
 SNAPKV = m.SnapKV(budget=24, window=8, kernel=3)
 REST = m.Rotated(bits=2, block=16, tail=4)
 KIVI = m.KIVI(bits=2, block=8, group=8, tail=4)
@@ -26,11 +27,11 @@ VIEW = m.PerTurn(base=SNAPKV)
 
 @pytest.fixture(scope="module")
 def model():
-    return fill(build("llama", dtype=torch.float64))
+    return tiny_model(filled=True)
 
 
 def tokens(seed, count):
-    return torch.randint(3, 120, (1, count), generator=torch.Generator().manual_seed(seed))
+    return tiny_prompt(1, count, seed=seed, low=3)
 
 
 def turn_by_turn(sieve, ids, ends, cache, chunk=None):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 import kvsieve
 from kvsieve.cli.main import run_cli
 from kvsieve.errors import InputError, KvsieveWarning
 from kvsieve.store import PrefixStore
-from tiny_models import build
+from tiny import tiny_model
 from toy_chats import chat_tokenizer
 
 PLAIN = {"suppress_tokens": [0, 1, 2], "max_new_tokens": 6, "chunk": 64}
@@ -21,7 +20,7 @@ QUESTIONS = ["w1 w2 w3", "w7 w9"]
 
 @pytest.fixture(scope="module")
 def model():
-    return build("llama", dtype=torch.float64, max_position_embeddings=2048)
+    return tiny_model(max_position_embeddings=2048)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from kvsieve.hf.reuse import StoredPrefixes
 from kvsieve.store import PrefixStore, held
 from kvsieve.store.forest import Forest
 from kvsieve.store.rules import Reuse
+from tiny import tiny_prompt
 from tiny_models import build
 
 
@@ -21,7 +22,7 @@ def sieve():
 
 
 def tokens(seed, count=40):
-    return torch.randint(3, 120, (1, count), generator=torch.Generator().manual_seed(seed))
+    return tiny_prompt(1, count, seed=seed, low=3)
 
 
 def counting(monkeypatch, place, name):

@@ -15,14 +15,15 @@ from kvsieve.errors import CacheFileError, CacheStateError, InputError
 from kvsieve.hf.persist import cache_file
 from kvsieve.store import PrefixStore
 from kvsieve.store.radix import RadixTree, common
+from tiny import greedy, tiny_model, tiny_prompt
 from tiny_models import build
 
-GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 2}
+GREEDY = greedy(max_new_tokens=2)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return build("llama")
+    return tiny_model(dtype=torch.float32)
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def snapkv():
 
 
 def prompt(seed, size=60):
-    return torch.randint(2, 120, (1, size), generator=torch.Generator().manual_seed(seed))
+    return tiny_prompt(1, size, seed=seed)
 
 
 def put(store, sieve, ids, seconds=1.0, **more):

@@ -11,24 +11,13 @@ from kvsieve.registry import method_info
 from kvsieve.store import PrefixStore
 from kvsieve.store.rules import tells_answers_apart
 from small import plan_of
+from tiny import greedy
 from tiny_models import build
 
-GREEDY = {
-    "do_sample": False,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "max_new_tokens": 2,
-    "return_dict_in_generate": True,
-    "output_logits": True,
-}
+GREEDY = greedy(max_new_tokens=2, return_dict_in_generate=True, output_logits=True)
 METHODS = kvsieve.list_methods()
 DOCUMENT, PROMPT = 64, 100
 CHUNK = 32
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama", dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import kvsieve
 from kvsieve.kernels.cpu import cores
 from kvsieve.kernels.cpu.cores import Meter, Use, asked_threads, read_use, threads_beside
 from small import plan_of
+from tiny import tiny_prompt
 from tiny_models import build
 
 
@@ -79,7 +80,7 @@ def beside(monkeypatch):
 
 
 def answer(model, name: str, way: str) -> torch.Tensor:
-    ids = torch.randint(5, 90, (1, 300), generator=torch.Generator().manual_seed(1))
+    ids = tiny_prompt(1, 300, seed=1, low=5, high=90)
     with kvsieve.attach(model, plan_of(name, model)) as sieve:
         if way == "generate":
             return model.generate(ids, max_new_tokens=8, do_sample=False)
