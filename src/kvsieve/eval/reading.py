@@ -153,7 +153,7 @@ class DocumentReader:
         prefix = None if self._document is None else self._prefix(self._document, [plan], ids)
         if prefix is None or plan.shortens_prompt:
             return None
-        return prefix.begins(sieve, plan.propagate, plan.evict)
+        return prefix.begins(sieve, plan.evict)
 
     def notes(self, plan: Plan) -> list[str]:
         """Return a note on a plan under which every prompt is prefilled whole, though others share a prefill."""

@@ -20,8 +20,8 @@ from torch import Tensor
 from kvsieve.hf.attach import attached
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.records import Conversation, DeferredChunk, Turn
-from kvsieve.hf.forward.request import PassRequest
-from kvsieve.hf.prompt.options import Progress
+from kvsieve.hf.prompt.chunks import BEGINNING, read_beginning
+from kvsieve.hf.prompt.options import Progress, shifted
 from kvsieve.hf.reuse import PromptStore, StoredPrefixes
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.plans import Plan
@@ -70,10 +70,10 @@ class SharedPrefix:
     stored: int = 0
     seconds: float = 0.0
 
-    def begins(self, model: AttachedModel, propagate: Propagator | None, evictor: Evictor | None = None) -> SieveCache:
+    def begins(self, model: AttachedModel, evictor: Evictor | None = None) -> SieveCache:
         """Make a cache that goes on from here, on the same buffers; with what `evictor` has learned."""
         cache = self.cache.fork(share=True)
-        source = source_layer(model, propagate)
+        source = source_layer(model, model.plan.propagate)
         if source is not None:
             fresh = model.new_cache()
             fresh.advance(self.cache.num_seen)
@@ -136,7 +136,7 @@ class PrefixNodes:
     def add(self, model: Any, plans: Sequence[Plan], context: Tensor, prefix: SharedPrefix) -> None:
         """Store the prefilled tokens of a context."""
         for reader in self._readers(model, plans):
-            cache = prefix.begins(reader, reader.plan.propagate, reader.plan.evict)
+            cache = prefix.begins(reader, reader.plan.evict)
             # A prefill under this plan alone would have left the same.
             cache.owner = reader.new_cache().owner
             StoredPrefixes(self.store).add(reader, context[0].tolist(), cache, prefix.seconds, None)
@@ -185,21 +185,15 @@ def read_prefix(
         cache = sieve.new_cache()
         if cache.has_state and not sieve.continues:
             return None
-        if known is None:
-            cache.begin_turn(length)
-            known = SharedPrefix(cache, {source: [] for source in sources}, recorder.learned)
-        cache, waiting, recorder.learned = known.cache, known.waiting, known.learned
-        cache.turn.prompt_end, cache.turn.length = context.shape[1] + room, length
-        request = PassRequest(
-            phase="prefill",
-            last_chunk=False,
+        known = known or SharedPrefix(cache, {source: [] for source in sources}, recorder.learned)
+        waiting, recorder.learned = known.waiting, known.learned
+        request = dataclasses.replace(
+            BEGINNING,
             on_layer=recorder.on_layer if evictors else None,
             on_leave=(lambda index, part: waiting[index].append(part)) if sources else None,
         )
-        for start in range(cache.num_seen, length, chunk or length):
-            sieve.feed(cache, context[:, start : min(start + (chunk or length), length)], None, request)
-            if progress is not None:
-                progress(cache.num_seen, length)
+        shown = shifted(progress, known.cache.num_seen, length)
+        read_beginning(sieve, context[:, :length], known.cache, chunk, shown, request, room=leave + room)
     known.seconds += time.perf_counter() - began
     if stored is not None and known.stored < length:
         stored.add(model, plans, context, known)

@@ -136,7 +136,7 @@ def read_shared(
         if prefix is None:
             cache = sieve.new_cache()
         else:
-            cache = prefix.begins(sieve, propagate)
+            cache = prefix.begins(sieve)
             recorder.learned = prefix.learned_up_to(source_layer(sieve, propagate))
         ids, mask = read_prompt(sieve, input_ids, attention_mask, cache, options)
         request = PassRequest(phase="prefill", on_layer=recorder.on_layer)
@@ -164,10 +164,9 @@ def read_alone(
             cache = sieve.new_cache()
         elif plan.shortens_prompt:
             cache = sieve.new_cache()
-            begun = functools.partial(prefix.begins, sieve, plan.propagate)
-            options = dataclasses.replace(options, begun=begun)
+            options = dataclasses.replace(options, begun=functools.partial(prefix.begins, sieve))
         else:
-            cache = prefix.begins(sieve, plan.propagate, plan.evict)
+            cache = prefix.begins(sieve, plan.evict)
             options = dataclasses.replace(options, goes_on=True)
         ids, mask = read_prompt(sieve, input_ids, attention_mask, cache, options)
         logits = next_logits(sieve, cache, ids, mask)[:, -1]

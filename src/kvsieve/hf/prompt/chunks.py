@@ -17,6 +17,9 @@ from kvsieve.hf.prompt.probe_passes import probe, tokens_to_probe
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.plans import Plan
 
+# A pass over a leading chunk of a prompt.
+BEGINNING = PassRequest(phase="prefill", last_chunk=False)
+
 
 def read_chunks(
     model: AttachedModel,
@@ -97,7 +100,13 @@ def read_chunks(
 
 
 def read_beginning(
-    model: AttachedModel, input_ids: Tensor, cache: SieveCache, chunk: int | None, progress: Progress | None
+    model: AttachedModel,
+    input_ids: Tensor,
+    cache: SieveCache,
+    chunk: int | None,
+    progress: Progress | None,
+    request: PassRequest = BEGINNING,
+    room: int = 0,
 ) -> None:
     """Read the beginning of a prompt, as its leading chunks are read; whoever reads a prompt next goes on with it.
 
@@ -107,15 +116,17 @@ def read_beginning(
         cache: of this model and plan, between turns or in the middle of a prompt.
         chunk: tokens per forward pass, None for all at once.
         progress: called with (tokens read, tokens in all), between passes.
+        request: of each pass.
+        room: tokens that follow the beginning, which buffers leave room for.
     """
     start, end = cache.num_seen, input_ids.shape[1]
     if not cache.conversation.half_read:
         cache.begin_turn(end)
-    cache.turn.prompt_end = cache.turn.length = end
+    cache.turn.prompt_end, cache.turn.length = end + room, end
     step = chunk or end
     for first in range(start, end, step):
         last = min(first + step, end)
-        model.feed(cache, input_ids[:, first:last], None, PassRequest(phase="prefill", last_chunk=False))
+        model.feed(cache, input_ids[:, first:last], None, request)
         if progress is not None:
             progress(last - start, end - start)
 
