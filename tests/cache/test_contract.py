@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from codecs_of_tests import Whole
-from kvsieve.cache import DenseStore, PackedStore, RaggedStore, group_rows, keep
+from kvsieve.cache import DenseStore, LatentStore, PackedStore, RaggedStore, group_rows, keep, set_aside
 from kvsieve.core.page_recipe import page_table, value_mean
 from kvsieve.core.selection import pack_ragged
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
@@ -414,3 +414,29 @@ def test_tokens_that_the_plan_acted_on_are_not_taken_back(kind):
     with pytest.raises(CacheStateError, match="3 tokens are to be taken back, and only 2 were stored since"):
         told.store.drop_last([3, 0])
     told.check(rounds=2)
+
+
+@pytest.mark.parametrize("counts", [[4, 4], [1, 3]], ids=["alike", "uneven"])
+@pytest.mark.parametrize("other", ["latent", "rest", "window"])
+def test_latents_entries_set_aside_and_windows_take_back_tokens(other, counts):
+    def append(store, columns, valid=None):
+        number = torch.arange(columns.start, columns.stop)[None, None, :, None]
+        keys = (number + torch.arange(DIM)).float().expand(BATCH, 1 if other == "latent" else HEADS, -1, -1)
+        store.append(keys, keys[..., :5] if other == "latent" else keys, number[0, :, :, 0], valid)
+
+    store = LatentStore() if other == "latent" else DenseStore()
+    append(store, range(40))
+    if other == "rest":
+        few = torch.arange(5, 40, 3).expand(BATCH, HEADS, -1)
+        store = set_aside(store, Selection(few), CODECS["kivi"], CODECS["packed"])
+    elif other == "window":
+        store.drop_first(9)
+    assert store.droppable == (40 if other == "latent" else 0)
+    append(store, range(40, 42))
+    never = store.clone()
+    append(store, range(42, 46))
+    store.drop_last(counts)
+    stays = torch.arange(4) < 4 - torch.tensor(counts)[:, None]
+    if bool(stays.any()):
+        append(never, range(42, 45), stays[:, :3])
+    assert same(store.parts(), never.parts()) and store.entries == never.entries

@@ -88,7 +88,7 @@ class Plain:
         """Of all entries of the prompt, in the layers that a sieve reduces."""
         with kvsieve.attach(self.model, kvsieve.plan("full")) as sieve:
             cache = sieve.prefill(self.ids, self.mask)
-        return sum(part.nbytes for layer in cache.sieve_layers.values() for part in tensors_in(layer.store))
+        return sum(part.nbytes for layer in cache.sieve_layers.values() for part in layer.store.columns)
 
     @functools.cached_property
     def goes_on(self) -> bool:
@@ -134,10 +134,6 @@ def runs(model, plan) -> bool:
 
 def hooks(model) -> int:
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
-
-
-def tensors_in(thing) -> list[torch.Tensor]:
-    return [value for value in vars(thing).values() if isinstance(value, torch.Tensor)]
 
 
 def test_keeping_everything_is_the_models_own_output(model, prompts, plain):
@@ -186,7 +182,7 @@ def test_reducing(model, prompts, plain, plan, monkeypatch):
     assert alone.stats.deep_tokens == (41 if plan is SNAPKV else 20)
 
     stores = [one_shot.cache.layers[layer].store for layer in sieved]
-    held = sum(part.nbytes for store in stores for part in tensors_in(store))
+    held = sum(part.nbytes for store in stores for part in store.columns)
     layers = one_shot.cache.all_layers
     others = [part for at, layer in enumerate(layers) if at not in sieved for part in layer.all_tensors()]
     states = [part for at in sieved if isinstance(layers[at], StateLayer) for part in layers[at].state_tensors()]
