@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
 
 from kvsieve.decoding.answer import Answer
 from kvsieve.decoding.asked import Sampling
@@ -48,8 +47,7 @@ def greedy(model: Any, cache: SieveCache, logits: Tensor, stops: Collection[int]
 
     logits: [1, V], the next token's.
     """
-    sampler = Sampler(Sampling(), torch.empty(0, dtype=torch.int64), LogitsProcessorList())
-    answer = Answer(sampler, (), limit)
+    answer = Answer(Sampler(Sampling(), torch.empty(0)), (), limit)
     with attach(model, Plan(name="full")) as sieve:
         rows = Rows(sieve, sieve.adopt(cache.fork()), [answer])
         rows.take(logits.cpu())

@@ -14,19 +14,37 @@ from kvsieve.detokenize import Detokenizer
 
 
 class Answer:
-    """Tokens of one answer, a row of the passes that decode.
+    """An answer, a row of the decode passes.
 
     Attributes:
-        sampler: chooses its tokens.
-        ends: tokens that end it.
-        limit: most tokens.
         tokens: chosen so far.
         times: when each was chosen, in seconds.
-        text: sent so far; empty without a `tell`.
+        text: sent so far.
         finish: "stop", "length", or None while the answer is in progress.
     """
 
-    def __init__(self, sampler: Sampler, ends: Collection[int], limit: int) -> None:
+    def __init__(
+        self,
+        sampler: Sampler,
+        ends: Collection[int],
+        limit: int,
+        *,
+        words: Detokenizer | None = None,
+        tell: Callable[[AnswerPart], None] = lambda part: None,
+        stops: tuple[str, ...] = (),
+        number: int = 0,
+    ) -> None:
+        """Begin an answer.
+
+        Args:
+            sampler: chooses its tokens.
+            ends: tokens that end it, without text.
+            limit: most tokens.
+            words: turns tokens into text; None for no text.
+            tell: callback for each piece of text.
+            stops: texts that end the answer and are not part of it.
+            number: of the answer, for its pieces.
+        """
         self.sampler = sampler
         self.ends = ends
         self.limit = limit
@@ -34,9 +52,14 @@ class Answer:
         self.tokens: list[int] = []
         self.times: list[float] = []
         self.finish: str | None = None
+        self._words = words
+        self._tell = tell
+        self._number = number
+        self._held = StopText(stops)
+        self._unsent: list[ChosenToken] = []
 
-    def add(self, logits: Tensor) -> ChosenToken:
-        """Choose the next token by logits [V] on the CPU, and return it."""
+    def add(self, logits: Tensor) -> None:
+        """Choose the next token by logits [V] on the CPU, and send the text that it completes."""
         chosen = self.sampler.choose(logits)
         self.tokens.append(chosen.own.id)
         self.times.append(time.perf_counter())
@@ -44,49 +67,10 @@ class Answer:
             self.finish = "stop"
         elif len(self.tokens) >= self.limit:
             self.finish = "length"
-        return chosen
-
-
-class TextAnswer(Answer):
-    """An answer that sends its text piece by piece."""
-
-    def __init__(
-        self,
-        sampler: Sampler,
-        ends: Collection[int],
-        limit: int,
-        words: Detokenizer,
-        tell: Callable[[AnswerPart], None],
-        stops: tuple[str, ...] = (),
-        number: int = 0,
-    ) -> None:
-        """Begin an answer.
-
-        Args:
-            sampler: see `Answer`.
-            ends: see `Answer`; their text is left out.
-            limit: see `Answer`.
-            words: turns tokens into text.
-            tell: callback for each piece.
-            stops: texts that end the answer and are left out of it.
-            number: of the answer, for its pieces.
-        """
-        super().__init__(sampler, ends, limit)
-        self._words = words
-        self._tell = tell
-        self._number = number
-        self._held = StopText(stops)
-        self._unsent: list[ChosenToken] = []
-
-    def add(self, logits: Tensor) -> ChosenToken:
-        """Choose the next token by logits [V] on the CPU, and send the text that it completes."""
-        offset = len(self._words.text)
-        chosen = super().add(logits)
-        if self.finish != "stop":
-            self._unsent.append(replace(chosen, offset=offset))
+        if self._words is not None and self.finish != "stop":
+            self._unsent.append(replace(chosen, offset=len(self._words.text)))
             self._held.add(self._words.add([chosen.own.id]))
         self._send()
-        return chosen
 
     def cut(self) -> None:
         """End it at its current length."""
@@ -94,7 +78,7 @@ class TextAnswer(Answer):
         self._send()
 
     def _send(self) -> None:
-        if self.finish is not None:
+        if self.finish is not None and self._words is not None:
             self._held.add(self._words.end())
         if self._held.stopped:
             self.finish = "stop"

@@ -36,7 +36,7 @@ class Rows:
     model: AttachedModel
     cache: SieveCache
     answers: Sequence[Answer]
-    reread: Callable[[], Tensor] | None = None
+    reread: Callable[[Rows], Tensor] | None = None
     dropped: bool = False
 
     @property
@@ -111,7 +111,7 @@ def feed(model: AttachedModel, part: Sequence[Rows]) -> Sequence[Tensor]:
         return feed_rows(model, [rows.cache for rows in part], ids[:, 0]).cpu().split(1)
     (rows,) = part
     if rows.reread is not None and rows.at_border:
-        return [rows.reread().cpu()]
+        return [rows.reread(rows).cpu()]
     found = rows.model.feed(rows.cache, rows.next_ids(), None, logits=1).logits
     assert found is not None
     return [found[:, -1].cpu()]

@@ -48,11 +48,14 @@ class Sampler:
     Args:
         rules: of sampling.
         ids: int64 [N], the prompt.
-        processors: of the answer's logits, after logit_bias and the penalties that transformers does not have.
+        processors: of the answer's logits, after logit_bias and the penalties that transformers does not have; None
+            for none.
         answer: number of the answer, which distinguishes those to one prompt.
     """
 
-    def __init__(self, rules: Sampling, ids: Tensor, processors: LogitsProcessorList, answer: int = 0) -> None:
+    def __init__(
+        self, rules: Sampling, ids: Tensor, processors: LogitsProcessorList | None = None, answer: int = 0
+    ) -> None:
         self.rules, self.ids, self.start = rules, ids, len(ids)
         self._bias = torch.tensor([each[1] for each in rules.bias], device=ids.device)
         self._biased = torch.tensor([each[0] for each in rules.bias], dtype=torch.int64, device=ids.device)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsieve.decoding.answer import Answer, TextAnswer
+from kvsieve.decoding.answer import Answer
 from kvsieve.decoding.asked import AnswerPart, Sampling
 from kvsieve.decoding.loop import Rows, step
 from kvsieve.decoding.sampling import Sampler, processors_for
@@ -230,36 +230,26 @@ class Evaluator:
             tell: callback for each piece of text of a single row; None for no text.
         """
         check_single_answer(self.model, {})
-        prompt = state.given[0].cpu()
-        rules = Sampling()
-        ends = self.prompter.stops
-        answers: list[Answer] = []
-        for row in state.logits.cpu():
+        prompt, rules, ends = state.given[0].cpu(), Sampling(), self.prompter.stops
+        answers = []
+        for _ in state.plans:
             sampler = Sampler(rules, prompt, processors_for(self.model, prompt, rules, limit, ends))
-            if tell is None:
-                answers.append(Answer(sampler, ends, limit))
-            else:
-                words = Detokenizer(self.prompter.tokenizer)
-                answers.append(TextAnswer(sampler, ends, limit, words, tell))
-            answers[-1].add(row)
-        parts = [(state, answers)]
-        while parts:
-            read, some = parts.pop(0)
-            self._decode(read, some)
-            for answer in some:
-                if answer.finish is None:
-                    # The next token has other rotary tables.
-                    alone = self._anew_behind(state, answers.index(answer), answer.tokens)
-                    answer.add(alone.logits[0].cpu())
-                    parts.append((alone, [answer]))
+            words = None if tell is None else Detokenizer(self.prompter.tokenizer)
+            answers.append(Answer(sampler, ends, limit, words=words, tell=tell or (lambda part: None)))
+        self._decode(state, answers)
         return answers
 
     def _decode(self, state: ReadState, answers: Sequence[Answer]) -> None:
-        """Decode until the answers have ended, or generate would prefill the conversation again."""
+        """Decode answers to their end, prefilling each again wherever generate would."""
         with attach(self.model, after_prompt(state.plans[0])) as sieve:
             rows = Rows(sieve, sieve.adopt(state.cache.fork(share=True)), answers)
+            rows.take(state.logits.cpu())
             while rows.going and not rows.at_border:
                 step(sieve, [rows])
+        for row, answer in enumerate(answers):
+            if answer.finish is None:
+                known = state.given.shape[1] - answer.sampler.start
+                self._decode(self._anew_behind(state, row, answer.tokens[known:]), [answer])
 
     def _anew_behind(self, state: ReadState, row: int, made: list[int]) -> ReadState:
         """Prefill one row and its answer so far, whose next token has other rotary tables, as generate does."""

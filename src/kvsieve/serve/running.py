@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvsieve.decoding.answer import TextAnswer
+from kvsieve.decoding.answer import Answer
 from kvsieve.decoding.loop import Rows
 from kvsieve.decoding.sampling import Sampler, processors_for
 from kvsieve.detokenize import Detokenizer
@@ -41,21 +40,23 @@ class Running:
             kept = kept_of(cache, torch.tensor([order.ids])).map(order.bins)
             self.kept = tuple(round(each, 4) for each in kept.mean(0).tolist())
         caches = [cache, *(cache.fork() for _ in range(order.answers - 1))]
-        self.answers = [self._answer(number, tokenizer) for number in range(order.answers)]
+        ids, ends = torch.tensor(order.ids), frozenset[int]() if order.ignore_eos else order.stop_ids
         self.rows: list[Rows] = []
-        for answer, own in zip(self.answers, caches, strict=True):
-            rows = Rows(reading.sieve, own, [answer])
-            rows.reread = partial(self._logits_again, rows)
-            self.rows.append(rows)
+        for number, own in enumerate(caches):
+            processors = processors_for(reading.sieve.model, ids, order.sampling, order.max_tokens, ends)
+            answer = Answer(
+                Sampler(order.sampling, ids, processors, number),
+                ends,
+                order.max_tokens,
+                words=Detokenizer(tokenizer, order.ids if order.continues else ()),
+                tell=ticket.tell,
+                stops=order.stops,
+                number=number,
+            )
+            self.rows.append(Rows(reading.sieve, own, [answer], self._logits_again))
+        self.answers = [answer for rows in self.rows for answer in rows.answers]
+        for rows in self.rows:
             rows.take(logits[None])
-
-    def _answer(self, number: int, tokenizer: Any) -> TextAnswer:
-        order, ids = self.ticket.order, torch.tensor(self.ticket.order.ids)
-        ends = frozenset[int]() if order.ignore_eos else order.stop_ids
-        processors = processors_for(self.reading.sieve.model, ids, order.sampling, order.max_tokens, ends)
-        sampler = Sampler(order.sampling, ids, processors, number)
-        words = Detokenizer(tokenizer, order.ids if order.continues else ())
-        return TextAnswer(sampler, ends, order.max_tokens, words, self.ticket.tell, order.stops, number)
 
     def _logits_again(self, rows: Rows) -> Tensor:
         """Prefill the prompt and the answer so far again; return logits [1, V]."""
