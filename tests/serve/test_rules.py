@@ -15,8 +15,7 @@ from kvsieve.hf.generate.config import FROM_HUB, REFUSED
 from kvsieve.plans import Plan
 from kvsieve.serve.allowed import AllowedPlans
 from kvsieve.serve.limits import ServerLimits
-from kvsieve.serve.prepare import Preparer
-from kvsieve.serve.sampling import check_generation_config
+from kvsieve.serve.prepare import Preparer, check_generation_config
 from kvsieve.serve.scheduler import Scheduler
 from kvsieve.serve.schema import CompletionRequest
 from kvsieve.serve.ticket import Summary

@@ -90,7 +90,7 @@ def _print_comparison(entries: Any) -> None:
 
 def print_means(results: Any) -> None:
     from kvsieve.eval.aggregate import budgets_of, cells, labels_of, task_means
-    from kvsieve.eval.cuts import cut_documents
+    from kvsieve.eval.rows import cut_documents
     from kvsieve.eval.tables import NONE, budget_name, plus_minus
     from kvsieve.report.labels import distinct
 

@@ -30,7 +30,7 @@ class Answer:
         limit: int,
         *,
         words: Detokenizer | None = None,
-        tell: Callable[[AnswerPart], None] = lambda part: None,
+        tell: Callable[[AnswerPart], None] | None = None,
         stops: tuple[str, ...] = (),
         number: int = 0,
     ) -> None:
@@ -41,7 +41,7 @@ class Answer:
             ends: tokens that end it, without text.
             limit: most tokens.
             words: turns tokens into text; None for no text.
-            tell: callback for each piece of text.
+            tell: callback for each piece of text; None for no text.
             stops: texts that end the answer and are not part of it.
             number: of the answer, for its pieces.
         """
@@ -87,7 +87,7 @@ class Answer:
         if self._held.stopped:
             # The answer does not include tokens of the stop.
             self._unsent = [token for token in self._unsent if token.offset < len(self.text)]
-        if text or self.finish is not None:
+        if self._tell is not None and (text or self.finish is not None):
             tokens = () if self.sampler.rules.logprobs is None else tuple(self._unsent)
             self._tell(AnswerPart(self._number, text, tokens, self.finish))
             self._unsent.clear()

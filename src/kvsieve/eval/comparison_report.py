@@ -8,7 +8,6 @@ from pathlib import Path
 
 from kvsieve.eval.aggregate import Cell
 from kvsieve.eval.comparison import Compared, comparison_tables
-from kvsieve.eval.cuts import cut_documents
 from kvsieve.eval.plots_frontier import frontiers
 from kvsieve.eval.report import (
     DIFFERENCES,
@@ -20,6 +19,7 @@ from kvsieve.eval.report import (
     unfolding,
     write_all,
 )
+from kvsieve.eval.rows import cut_documents
 from kvsieve.eval.tables import bounds, make_tables, plus_minus
 from kvsieve.report import html as h
 from kvsieve.report.pictures import Picture

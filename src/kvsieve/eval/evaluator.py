@@ -235,7 +235,7 @@ class Evaluator:
         for _ in state.plans:
             sampler = Sampler(rules, prompt, processors_for(self.model, prompt, rules, limit, ends))
             words = None if tell is None else Detokenizer(self.prompter.tokenizer)
-            answers.append(Answer(sampler, ends, limit, words=words, tell=tell or (lambda part: None)))
+            answers.append(Answer(sampler, ends, limit, words=words, tell=tell))
         self._decode(state, answers)
         return answers
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from kvsieve.errors import InputError
 from kvsieve.eval.comparison import METHOD_NOTE, Compared, comparison_tables
-from kvsieve.eval.cuts import cut_documents
 from kvsieve.eval.pictures import draw
 from kvsieve.eval.results import Results
-from kvsieve.eval.rows import Row
+from kvsieve.eval.rows import Row, cut_documents
 from kvsieve.eval.tables import Tables, bounds, budget_name, make_tables, plus_minus, settings_table
 from kvsieve.report import html as h
 from kvsieve.report.labels import FULL, distinct

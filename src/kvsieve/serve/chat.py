@@ -17,12 +17,7 @@ async def chat_reply(
     request: ChatRequest, order: Order, exchange: Exchange, spelled: TokenBytes
 ) -> Callable[[], dict[str, Any]]:
     """Wait for all answers, and return a function that builds the reply in any thread."""
-    texts, tokens = [""] * order.answers, [list[ChosenToken]() for _ in range(order.answers)]
-    ends = ["stop"] * order.answers
-    async for _, part in exchange.parts():
-        texts[part.answer] += part.text
-        tokens[part.answer] += part.tokens
-        ends[part.answer] = part.finish or ends[part.answer]
+    texts, tokens, ends = await exchange.answers(order.answers)
     summaries = [each for each in exchange.summaries if each is not None]
 
     def reply() -> dict[str, Any]:

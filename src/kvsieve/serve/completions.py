@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from kvsieve.decoding.asked import ChosenToken
 from kvsieve.serve.exchange import Exchange
 from kvsieve.serve.replies import Envelope, TokenBytes, completion_logprobs, usage
 from kvsieve.serve.schema import CompletionRequest
@@ -17,13 +16,8 @@ async def completion_reply(
 ) -> Callable[[], dict[str, Any]]:
     """Wait for all answers, and return a function that builds the reply in any thread."""
     each = orders[0].answers
-    texts = [order.echo for order in orders for _ in range(each)]
-    tokens, ends = [list[ChosenToken]() for _ in texts], ["stop"] * len(texts)
-    async for number, part in exchange.parts():
-        at = number * each + part.answer
-        texts[at] += part.text
-        tokens[at] += part.tokens
-        ends[at] = part.finish or ends[at]
+    texts, tokens, ends = await exchange.answers(each)
+    texts = [orders[at // each].echo + text for at, text in enumerate(texts)]
     wanted = orders[0].sampling.logprobs is not None
     summaries = [one for one in exchange.summaries if one is not None]
 

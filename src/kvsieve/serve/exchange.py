@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 
-from kvsieve.decoding.asked import AnswerPart
+from kvsieve.decoding.asked import AnswerPart, ChosenToken
 from kvsieve.serve.scheduler import Scheduler
 from kvsieve.serve.ticket import Event, Order, Summary, Ticket
 
@@ -44,6 +44,19 @@ class Exchange:
         for ticket, summary in zip(self._jobs, self.summaries, strict=False):
             if summary is None:
                 ticket.cancel()
+
+    async def answers(self, count: int) -> tuple[list[str], list[list[ChosenToken]], list[str]]:
+        """Wait for all answers, `count` to each order; return their texts, tokens and finish reasons."""
+        total = count * len(self._jobs)
+        texts = [""] * total
+        tokens = [list[ChosenToken]() for _ in range(total)]
+        ends = ["stop"] * total
+        async for number, part in self.parts():
+            at = number * count + part.answer
+            texts[at] += part.text
+            tokens[at] += part.tokens
+            ends[at] = part.finish or ends[at]
+        return texts, tokens, ends
 
     async def parts(self) -> AsyncIterator[tuple[int, AnswerPart]]:
         """Yield parts of answers with the number of their order; leaving early stops the others.

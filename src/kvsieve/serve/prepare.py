@@ -11,12 +11,12 @@ from typing import Any
 from kvsieve.budget import percent_doubt
 from kvsieve.decoding.asked import Sampling
 from kvsieve.detokenize import text_of, token_bytes
-from kvsieve.errors import InputError
+from kvsieve.errors import InputError, UnsupportedOptionError
+from kvsieve.hf.generate.config import check_config, config_in_effect, who_says
 from kvsieve.hf.prompt.constraints import PromptConstraints
 from kvsieve.serve.allowed import AllowedPlans
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.messages import all_texts, part_text, template_call, template_tool
-from kvsieve.serve.sampling import check_generation_config
 from kvsieve.serve.schema import ChatMessage, ChatRequest, CommonRequest, CompletionRequest, TokenizeRequest
 from kvsieve.serve.ticket import Order
 from kvsieve.serve.tools import form_of
@@ -26,6 +26,14 @@ from kvsieve.turns import plain_ids, render, stop_ids, token_ids
 _COLD = 1e-4
 # Context that bounds texts for models without a limit, most characters per token, and characters tokenized at a time.
 _ENDLESS, _CHARACTERS, _PIECE = 1 << 18, 16, 1 << 14
+
+# Attributes of a checkpoint's generation_config that generate supports and the server does not, with their neutral
+# values.
+_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "num_beams": ("answers are not searched for with beams", (1,)),
+    "guidance_scale": ("no second, unconditional pass is run", (1,)),
+    "max_time": ("kvsieve serve --seconds is the limit of time", ()),
+}
 
 
 class Preparer:
@@ -258,3 +266,19 @@ def _message(message: ChatMessage) -> dict[str, Any]:
     if message.tool_calls:
         out["tool_calls"] = [template_call(each) for each in message.tool_calls]
     return out
+
+
+def check_generation_config(model: Any) -> None:
+    """Raise UnsupportedOptionError if a checkpoint's generation_config has settings that the server cannot honour."""
+    config = config_in_effect(model)
+    for name, (reason, nothing) in _REFUSED.items():
+        value = getattr(config, name, None)
+        if value is not None and value not in nothing:
+            raise UnsupportedOptionError(
+                f"{who_says(model, {}, name)} is not supported by a server: {reason}; take it out of "
+                "generation_config.json"
+            )
+    try:
+        check_config(model, {}, config)
+    except UnsupportedOptionError as error:
+        raise UnsupportedOptionError(f"{error}; for a server, take it out of generation_config.json") from error

@@ -74,10 +74,6 @@ class Running:
             if answer.finish is None:
                 answer.cut()
 
-    def drop(self) -> None:
-        for rows in self.rows:
-            rows.dropped = True
-
     def summary(self) -> Summary:
         ticket, first, now = self.ticket, self.answers[0], time.perf_counter()
         stats = stats_of(self.reading.sieve, self.reading.cache, first.times, ticket.came, None)

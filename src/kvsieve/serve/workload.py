@@ -200,7 +200,8 @@ class Workload:
 
     def _drop(self, running: Running, error: Exception) -> None:
         self._running.remove(running)
-        running.drop()
+        for rows in running.rows:
+            rows.dropped = True
         self.fail(running.ticket, error)
 
     def _finish(self, running: Running) -> None:
