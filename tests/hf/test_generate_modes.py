@@ -246,7 +246,7 @@ def test_calls_that_cannot_be_honoured_are_refused(model, prompts):
             model(ids, attention_mask=torch.ones(1, 1, 40, 40, dtype=torch.bool))
         with pytest.raises(UnsupportedOptionError, match="use_cache=False"):
             model(ids, use_cache=False)
-        with pytest.raises(UnsupportedOptionError, match="cropped"):
+        with pytest.raises(InputError, match="1 columns are to be taken back, and 0 were fed"):
             sieve.new_cache().crop(-1)
         model.train()
         try:

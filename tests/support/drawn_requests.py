@@ -46,9 +46,8 @@ class Draw:
         self.batch, self.heads, self.groups = (self.dice.choice(sizes) for sizes in ((1, 2), (1, 2, 3), (1, 2, 4)))
         self.dim, self.wide = self.dice.choice(((16, 16), (32, 32), (8, 24)))
         self.length = self.dice.choice((1, 7, 65, 150, 260))
-        self.new = (
-            1 if self.kind in ("token", "flat", "encoded") else min(self.length, self.dice.choice((1, 5, 64, 80)))
-        )
+        sizes = {"token": (1,), "flat": (1,), "encoded": (1, 5)}.get(self.kind, (1, 5, 64, 80))
+        self.new = min(self.length, self.dice.choice(sizes))
 
     def random(self, *shape):
         return torch.randn(shape, generator=self.numbers).to(self.dtype)

@@ -23,6 +23,7 @@ from kvsieve.attention.request import (
     why_not_padded,
     why_not_plain,
 )
+from kvsieve.kernels.cpu import prompt as few
 from kvsieve.kernels.cpu import token as native
 from kvsieve.types import AttentionQueries
 
@@ -148,6 +149,16 @@ def _why_not_by_products(request: _Request) -> str | None:
     return why_not_learned(request) or (None if faster else "torch's kernel is faster here")
 
 
+def _why_not_few(request: _Request) -> str | None:
+    asked, stored = request.asked, request.stored
+    return few.why_not_few(asked.query, stored.keys, stored.values, asked.scale)
+
+
+def _few(request: _Request) -> Tensor:
+    asked, stored = request.asked, request.stored
+    return few.few_attention(asked.query, stored.keys, stored.values, scale=asked.scale, terms=asked)
+
+
 def _why_not_even(request: _Request) -> str | None:
     if request.asked.softcap is not None:
         return "logits are capped"
@@ -245,6 +256,7 @@ def prompt_rows(attend: Callable[[_Request], Tensor]) -> tuple[Executor, ...]:
     split, whole = each_of(_why_not_even, why_not_padded, why_not_learned), each_of(why_not_plain, why_not_padded)
     return (
         Executor("row by row", _why_not_rows, lambda request: _rows(request, attend)),
+        Executor("C, few tokens", each_of(why_not_padded, why_not_learned, _why_not_few), _few),
         Executor("torch, in two parts beside sinks", each_of(split, _why_not_sinks), chunk_attention),
         Executor("C", each_of(_why_not_by_products, causal.why_not_kernel), causal.kernel_attention),
         Executor("products", _why_not_by_products, blocked_attention),

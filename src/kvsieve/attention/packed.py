@@ -1,4 +1,4 @@
-"""Attention of one new token over entries with the older ones encoded."""
+"""Attention of new tokens over entries with the older ones encoded; those of the new tokens are exact."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def _why_not_triton(request: _Request) -> str | None:
 def _triton(request: _Request) -> Tensor:
     query = _rows(request)
     bodies = [_by_triton(query, body, request.asked) for body in _bodies(request.stored.store)]
-    return _by_head(request, joined([_exact_by_triton(request), *bodies], _sinks(request)))
+    exact = _exact_by_triton(request) if request.asked.query.shape[2] == 1 else _over_exact(query, request)
+    return _by_head(request, joined([exact, *bodies], _sinks(request)))
 
 
 def _why_not_c(request: _Request) -> str | None:
@@ -57,19 +58,26 @@ def _why_not_c(request: _Request) -> str | None:
 def _c(request: _Request) -> Tensor:
     """Attend in C; the products of bfloat16 queries are as in `native.AskedBlocks`."""
     asked, store, query = request.asked, request.stored.store, _rows(request)
-    bodies, narrow = _bodies(store), asked.query.dtype == torch.bfloat16
+    bodies, narrow, cap = _bodies(store), asked.query.dtype == torch.bfloat16, asked.softcap
+    if asked.query.shape[2] > 1:
+        # Each token sees others of the exact entries, which are few.
+        parts = [_over_exact(query, request), *(_body_by_c(query, body, narrow, cap) for body in bodies)]
+        return _by_head(request, joined(parts, _sinks(request)))
     exact = native.AskedExact(query, store.exact.keys, store.exact.values, _seen(store))
-    cap, tokens, sinks = asked.softcap, bodies[0].tokens if bodies else _TOKENS, _sinks(request)
+    tokens, sinks = bodies[0].tokens if bodies else _TOKENS, _sinks(request)
     if not bodies:
         return _by_head(request, native.attend(None, exact, tokens=tokens, cap=cap, sinks=sinks))
     if len(bodies) == 1 and not bodies[0].values.turns:
         encoded = _encoded(query, bodies[0], narrow)
         return _by_head(request, native.attend(encoded, exact, tokens=tokens, cap=cap, sinks=sinks))
     parts = [native.attend_in_parts(None, exact, tokens=tokens, cap=cap)]
-    for body in bodies:
-        acc, top, total = native.attend_in_parts(_encoded(query, body, narrow), None, tokens=body.tokens, cap=cap)
-        parts.append((_turned_back(acc, total, body.values), top, total))
+    parts += [_body_by_c(query, body, narrow, cap) for body in bodies]
     return _by_head(request, joined(parts, sinks))
+
+
+def _body_by_c(query: Tensor, body: Body, narrow: bool, cap: float | None) -> Sums:
+    acc, top, total = native.attend_in_parts(_encoded(query, body, narrow), None, tokens=body.tokens, cap=cap)
+    return _turned_back(acc, total, body.values), top, total
 
 
 def _torch(request: _Request) -> Tensor:
@@ -83,19 +91,21 @@ def _bodies(store: PackedStore) -> list[Body]:
 
 
 def _rows(request: _Request) -> Tensor:
-    """Queries of each KV row, scaled: float32 [R, G, D]."""
+    """Queries of each KV row, scaled: float32 [R, G * L, D]."""
     query, rows = request.asked.query, len(request.asked.query) * request.stored.store.heads
     return query.reshape(rows, -1, query.shape[-1]).float() * request.asked.scale
 
 
 def _sinks(request: _Request) -> Tensor | None:
-    sinks, batch = request.asked.sinks, len(request.asked.query)
-    return None if sinks is None else sinks.float().view(request.stored.store.heads, -1).repeat(batch, 1)
+    sinks, (batch, _, new, _) = request.asked.sinks, request.asked.query.shape
+    if sinks is None:
+        return None
+    return sinks.float().view(request.stored.store.heads, -1).repeat(batch, 1).repeat_interleave(new, 1)
 
 
 def _by_head(request: _Request, out: Tensor) -> Tensor:
     query = request.asked.query
-    return out.reshape(*query.shape[:2], 1, -1).to(query.dtype)
+    return out.reshape(*query.shape[:3], -1).to(query.dtype)
 
 
 def _exact_by_triton(request: _Request) -> Sums:
@@ -139,14 +149,27 @@ def _seen(store: PackedStore, length: DeviceLength | None = None) -> Tensor | No
 
 
 def _over_exact(query: Tensor, request: _Request) -> Sums:
-    store, length = request.stored.store, request.stored.length
-    keys, values, real = store.exact.keys.flatten(0, 1), store.exact.values.flatten(0, 1), _seen(store, length)
+    store, new = request.stored.store, request.asked.query.shape[2]
+    keys, values = store.exact.keys.flatten(0, 1), store.exact.values.flatten(0, 1)
     logits = cap(query @ keys.float().transpose(1, 2), request.asked)
-    if real is not None:
+    if new > 1:
+        logits.unflatten(1, (-1, new)).masked_fill_(_hidden(store, new), float("-inf"))
+    elif (real := _seen(store, request.stored.length)) is not None:
         logits.masked_fill_(~real[:, None], float("-inf"))
     top = logits.amax(-1, keepdim=True)
     weights = (logits - top).exp()
     return (weights @ values.float())[:, None], top[..., 0][:, None], weights.sum(-1)[:, None]
+
+
+def _hidden(store: PackedStore, new: int) -> Tensor:
+    """Tell which exact entries each of the last `new` tokens does not see, bool [R or 1, 1, new, size]."""
+    slots, valid = torch.arange(store.exact.size, device=store.device), store.exact.valid
+    own = slots[-new:, None]
+    hidden = (slots > own)[None, None]
+    if valid is None:
+        return hidden
+    real = valid.expand(-1, store.heads, -1).flatten(0, 1)[:, None, None]
+    return hidden | (~real & (slots != own))
 
 
 def _turned(query: Tensor, part: BlockPool) -> tuple[Tensor, Tensor | None]:

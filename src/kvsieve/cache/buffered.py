@@ -79,7 +79,7 @@ class BufferedMemory(LayerMemory):
     def view(self, slots: Tensor, real: Tensor | None) -> View:
         return View(slots, real, self.size)
 
-    def entry_size(self) -> int:
+    def entry_size(self, without: int = 0) -> int:
         keys, values, _ = self.buffers()
         return (keys.shape[-1] + values.shape[-1]) * keys.element_size()
 

@@ -142,6 +142,10 @@ class LayerMemory(ABC):
             reserve: tokens to leave room for when the buffers must grow.
         """
 
+    def may_settle(self, tokens: int) -> bool:
+        """Tell whether entries may be encoded while up to `tokens` further tokens are stored."""
+        return False
+
     @property
     @abstractmethod
     def droppable(self) -> int:
@@ -211,8 +215,8 @@ class LayerMemory(ABC):
         """Keys, values and token indices with all slots, used or not; RuntimeError where there are none."""
 
     @abstractmethod
-    def entry_size(self) -> int:
-        """Bytes of an entry's key and value; the mean where they differ."""
+    def entry_size(self, without: int = 0) -> int:
+        """Bytes of an entry's key and value; the mean where they differ. without: newest tokens not to count."""
 
     @abstractmethod
     def entry_bytes(self) -> int:

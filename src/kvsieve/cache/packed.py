@@ -70,6 +70,10 @@ class PackedStore(PackedParts):
         if self.codec is not None:
             settle(self, self.codec, ends_prompt=ends_prompt)
 
+    def may_settle(self, tokens: int) -> bool:
+        stored = self.exact.size + tokens
+        return self.codec is not None and stored - self.first > self.codec.block and stored >= self.due
+
     def keep(self, selection: Selection, reserve: int = 0, *, reuse: bool = True) -> None:
         """Keep only the selected slots; encoded ones move, and those of a block that loses some are encoded again."""
         reduce(self, selected(self, selection), reserve)

@@ -159,6 +159,7 @@ class PackedParts(LayerMemory):
     def dims(self) -> tuple[int, int]:
         return self.exact.dims
 
-    def entry_size(self) -> int:
+    def entry_size(self, without: int = 0) -> int:
         encoded, rows = sum(body.used_bytes() for body in self.bodies), self.batch * self.heads
-        return (encoded + rows * self.exact.size * self.exact.entry_size()) // (rows * self.size)
+        exact = rows * (self.exact.size - without) * self.exact.entry_size()
+        return (encoded + exact) // (rows * (self.size - without))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsieve.errors import InputError, short
+from kvsieve.errors import InputError, UnsupportedOptionError, short
 from kvsieve.turns import check_characters
 
 _IDS = (torch.int64, torch.int32)
@@ -111,3 +111,21 @@ def check_path(path: Any) -> None:
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(name, str) or not name or "\0" in name or any("\ud800" <= each <= "\udfff" for each in name):
         raise InputError(f"path must be the name of a file, got {short(path)}")
+
+
+def check_no_media(ids: Tensor, config: Any, plan: str) -> None:
+    """Raise UnsupportedOptionError for tokens that stand for images and the like, which only generate embeds.
+
+    Args:
+        ids: int64 [B, L].
+        config: of a model with other parts than text.
+        plan: the plan's name, for the error.
+    """
+    for name, value in vars(config).items():
+        stands = name.endswith(("_token_id", "_token_index")) and name.startswith(("image_t", "video_t", "audio_t"))
+        if stands and isinstance(value, int) and bool((ids == value).any()):
+            raise UnsupportedOptionError(
+                f"the prompt holds the token {value} ({name}), in whose place images or the like are to be read, "
+                "and these are read in one piece only: use sieve.generate(ids, mask, pixel_values=...) without "
+                f"chunk= and question_tokens=, and a plan that reads a prompt once, unlike {plan!r} where it does not"
+            )

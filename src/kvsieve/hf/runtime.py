@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
@@ -22,10 +23,12 @@ from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.compat import CACHE, decoder_of, layers_of, tensor_parallel_mesh, text_config
 from kvsieve.hf.decode.engine import Engine
 from kvsieve.hf.forward.compact import reordered
+from kvsieve.hf.forward.one_by_one import feed_one_by_one, goes_one_by_one
 from kvsieve.hf.forward.passes import cancel_session, open_session
 from kvsieve.hf.forward.request import PLAIN, ModelContext, PassRequest, PassResult, StopForward
 from kvsieve.hf.forward.session import Session
-from kvsieve.hf.inputs import check_ids
+from kvsieve.hf.forward.transaction import AnswerSession, PassTransaction
+from kvsieve.hf.inputs import check_ids, check_no_media
 from kvsieve.hf.kinds import growing_layers, layer_kinds
 from kvsieve.hf.model.facts import Facts
 from kvsieve.hf.model.parallel import ranks_of
@@ -176,6 +179,10 @@ class AttachedModel(Unpicklable):
         """
         device = self.model.device
         ids = ids.to(device)
+        several = request.tentative or (request.phase == "decode" and ids.shape[1] > 1)
+        if several and goes_one_by_one(cache, request.plan or self.plan):
+            one = functools.partial(self._feed_one, cache, dataclasses.replace(request, tentative=False))
+            return feed_one_by_one(one, cache, ids, mask, logits, tentative=request.tentative)
         self.check_tokens(cache, ids.shape[1], ids)
         size = cache.num_seen + ids.shape[1]
         seen = torch.ones(len(ids), size, dtype=torch.long, device=device) if mask is None else mask.long().to(device)
@@ -192,7 +199,13 @@ class AttachedModel(Unpicklable):
         out = self.run_pass(session, call, logits)
         hidden = None if logits or out is None else out[0]
         found = out.logits if logits and out is not None else None
-        return PassResult(hidden, found, session.chosen, cache.turn.record.report)
+        transaction = PassTransaction(session) if isinstance(session, AnswerSession) and request.tentative else None
+        return PassResult(hidden, found, session.chosen, cache.turn.record.report, transaction)
+
+    def _feed_one(
+        self, cache: SieveCache, request: PassRequest, ids: Tensor, mask: Tensor | None, logits: int
+    ) -> PassResult:
+        return self.feed(cache, ids, mask, request, logits=logits)
 
     def run_pass(self, session: Session, call: dict[str, Any], logits: int) -> Any:
         """Call the model, or its decoder where no logits are asked for; None where the pass was stopped on purpose."""
@@ -221,8 +234,8 @@ class AttachedModel(Unpicklable):
             cache.turn.check_beams()
         if new > 1 or text is not None:
             self._check_counts_on(cache)
-        if text is not None:
-            self._check_text(text)
+        if text is not None and self.is_composite:
+            check_no_media(text, self.model.config, self.plan.name)
 
     def _check_continues(self, cache: SieveCache, new: int) -> None:
         """Raise UnsupportedOptionError where `new` tokens cannot follow what a cache has read.
@@ -243,24 +256,6 @@ class AttachedModel(Unpicklable):
                 "the conversation holds images, whose tokens have positions on several axes, and only single tokens "
                 "can follow: read the whole conversation again, with a new cache and its images"
             )
-
-    def _check_text(self, ids: Tensor) -> None:
-        """Raise UnsupportedOptionError for tokens that stand for images and the like, which only generate embeds."""
-        if not self.is_composite:
-            return
-        found = {
-            name: value
-            for name, value in vars(self.model.config).items()
-            if name.endswith(("_token_id", "_token_index")) and name.startswith(("image_t", "video_t", "audio_t"))
-        }
-        for name, value in found.items():
-            if isinstance(value, int) and bool((ids == value).any()):
-                raise UnsupportedOptionError(
-                    f"the prompt holds the token {value} ({name}), in whose place images or the like are to be read, "
-                    "and these are read in one piece only: use sieve.generate(ids, mask, pixel_values=...) without "
-                    f"chunk= and question_tokens=, and a plan that reads a prompt once, unlike {self.plan.name!r} "
-                    "where it does not"
-                )
 
     @functools.cached_property
     def continues(self) -> bool:

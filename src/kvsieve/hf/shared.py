@@ -218,26 +218,11 @@ def answer_logits(model: AttachedModel, cache: SieveCache, ids: Tensor, wanted: 
     Returns:
         Logits [B, T or len(wanted), V] after these tokens.
     """
-    plan, size = model.plan, ids.shape[1]
-    columns = range(size) if wanted is None else wanted
-    # Readers choose for each token by itself; and an evictor is to act after the tokens after which it would have.
-    phase: Literal["decode"] | None = "decode" if plan.roles else None
-    steps = None if plan.evict is None else plan.evict.when.steps
-    longest = 1 if cache.has_state else _PIECE
-    parts, start = [], 0
-    while start < size:
-        most = longest if steps is None else min(longest, steps - cache.turn.decoded % steps)
-        piece = ids[:, start : start + _same_tables(model, cache, most)]
-        found = model.feed(cache, piece, None, PassRequest(phase=phase), logits=piece.shape[1]).logits
+    columns = range(ids.shape[1]) if wanted is None else wanted
+    parts = []
+    for start in range(0, ids.shape[1], _PIECE):
+        piece = ids[:, start : start + _PIECE]
+        found = model.feed(cache, piece, None, PassRequest(phase="decode"), logits=piece.shape[1]).logits
         assert found is not None
         parts.append(found[:, [column - start for column in columns if start <= column < start + piece.shape[1]]])
-        start += piece.shape[1]
     return torch.cat(parts, 1)
-
-
-def _same_tables(model: AttachedModel, cache: SieveCache, most: int) -> int:
-    """Return how many of an answer's next tokens, at most `most`, have the same rotary tables when generated."""
-    tables, length = model.facts.tables, cache.conversation.longest + 1
-    if not tables.depend:
-        return most
-    return next((count for count in range(1, most) if not tables.same((length, length), length + count)), most)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -13,33 +12,16 @@ from torch import Tensor
 from kvsieve.cache.tensors import storage_bytes
 from kvsieve.display import html_table, mebibytes, span
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
-from kvsieve.hf.cache.copies import Forked, Unpicklable
+from kvsieve.hf.cache.copies import Forked
+from kvsieve.hf.cache.crop import Undecided, take_back, why_not_candidates
 from kvsieve.hf.cache.layer import SieveLayer
 from kvsieve.hf.cache.layers import kind_of, new_layer
 from kvsieve.hf.cache.owner import Owner
 from kvsieve.hf.cache.records import Conversation, Turn
+from kvsieve.hf.cache.snapshot import Snapshot
 from kvsieve.hf.cache.states import CacheLayer
 from kvsieve.hf.compat import Cache
 from kvsieve.hf.kinds import describe_kinds, layer_kinds
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Snapshot(Unpicklable):
-    """A conversation at one moment; see SieveCache.snapshot. Shares the buffers that the cache had then.
-
-    Attributes:
-        cache: the cache it was taken of.
-        owner: whom it belonged to.
-        conversation: where it stood.
-        layers: copies of the cache's layers.
-    """
-
-    cache: weakref.ref[SieveCache]
-    owner: Owner
-    conversation: Conversation
-    layers: list[CacheLayer]
-
-    _instead = "save the cache with sieve.save(cache, path) after a rollback to it"
 
 
 class SieveCache(Forked, Cache):
@@ -56,6 +38,9 @@ class SieveCache(Forked, Cache):
         status: "ready"; "running" while a pass runs; "broken" after one that failed half-way, whose layers no longer
             agree, or after a call that did.
         few_turns: turns that a plain call of the model has begun with few tokens.
+        moment: a number that changes with everything that happens to the cache.
+        candidates: True where passes over several tokens after a prompt are candidates for its answer; see `crop`.
+        undecided: the last pass, where `crop` can take it back; None for others.
     """
 
     _instead = "save it with sieve.save(cache, path), which sieve.load reads"
@@ -69,6 +54,9 @@ class SieveCache(Forked, Cache):
         self.conversation = Conversation()
         self.status: Literal["ready", "running", "broken"] = "ready"
         self.few_turns = 0
+        self.moment = 0
+        self.candidates = False
+        self.undecided: Undecided | None = None
         self.snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
 
     @property
@@ -101,8 +89,14 @@ class SieveCache(Forked, Cache):
         """True where some layer has recurrent state."""
         return any(layer.has_state for layer in self.all_layers)
 
+    def touch(self) -> None:
+        """Note that something happens to the cache: what earlier passes did can no longer be taken back."""
+        self.moment += 1
+        self.undecided = None
+
     def begin_turn(self, prompt_end: int | None = None, new_tokens: int = 0, acts: bool = True) -> None:
         """Let the next pass start a prompt; see Turn."""
+        self.touch()
         self.conversation.begin_turn(prompt_end, new_tokens, acts)
         for layer in self.sieve_layers.values():
             layer.view = None
@@ -142,32 +136,53 @@ class SieveCache(Forked, Cache):
 
     @property
     def is_croppable(self) -> bool:
-        return False
+        return why_not_candidates(self.owner.plan, self.all_layers, self.num_seen) is None
 
-    def crop(self, *args: Any, **kwargs: Any) -> None:
-        raise UnsupportedOptionError(
-            "a SieveCache cannot be cropped: assisted and speculative decoding are not supported; call generate "
-            "without assistant_model, prompt_lookup_num_tokens or assistant_early_exit"
-        )
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last columns that were fed: those of an answer, of all rows alike.
+
+        Args:
+            tokens_to_remove: how many, as a negative number or 0, or how many columns to leave, as a positive one.
+
+        Raises:
+            UnsupportedOptionError: the plan, or the model's recurrent layers, have acted on them.
+            InputError: so many columns were not fed.
+        """
+        count = -tokens_to_remove if tokens_to_remove <= 0 else max(self.num_seen - tokens_to_remove, 0)
+        if self.undecided is not None and count <= self.undecided.size:
+            self.undecided.accept(self.undecided.size - count)
+        elif count:
+            self.check_ready()
+            take_back(self.owner.plan, self.conversation, self.all_layers, count)
+            self.touch()
+            self.advance(-count)
 
     def activate_past_recording(self) -> None:
-        self.crop()
+        """Take passes over several tokens after a prompt for candidates of its answer, which `crop` takes back."""
+        reason = why_not_candidates(self.owner.plan, self.all_layers, self.num_seen)
+        if reason is not None:
+            raise UnsupportedOptionError(f"candidates cannot be taken back: {reason}")
+        self.candidates = True
 
     def reset(self) -> None:
+        self.touch()
         super().reset()
         self.conversation = Conversation()
         self.status = "ready"
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.touch()
         self.turn.reordered = True
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         self.conversation.reorder(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        self.touch()
         super().batch_select_indices(indices)
         self.conversation.reorder(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self.touch()
         super().batch_repeat_interleave(repeats)
         self.conversation.reorder(torch.arange(self.conversation.batch).repeat_interleave(repeats))
 
@@ -183,6 +198,7 @@ class SieveCache(Forked, Cache):
         """
         if self.status != "ready" or self.turn.deferred:
             raise CacheStateError("the cache is in the middle of a prompt and cannot be forked; finish it first")
+        self.touch()
         return self.with_layers([layer.fork(share) for layer in self.all_layers])
 
     def with_layers(self, layers: list[Any]) -> SieveCache:
@@ -191,6 +207,7 @@ class SieveCache(Forked, Cache):
         vars(other).update(vars(self))
         other.conversation = self.conversation.copy()
         other.snapshots = weakref.WeakSet()
+        other.undecided = None
         other.layers = layers
         return other
 
@@ -216,6 +233,7 @@ class SieveCache(Forked, Cache):
             CacheStateError: a prompt is half-read.
         """
         self.check_copyable("kept so")
+        self.touch()
         taken = Snapshot(
             weakref.ref(self),
             self.owner,
@@ -234,6 +252,7 @@ class SieveCache(Forked, Cache):
         if snapshot.cache() is not self:
             raise CacheStateError("the snapshot was taken of another cache; roll that one back, or fork it")
         # What follows is written behind the entries of the snapshot: where a later one has its own, into a copy.
+        self.touch()
         seen = snapshot.conversation.num_seen
         later = any(other.conversation.num_seen > seen for other in self.snapshots)
         self.owner, self.conversation, self.status = snapshot.owner, snapshot.conversation.copy(), "ready"
@@ -241,6 +260,7 @@ class SieveCache(Forked, Cache):
 
     def become(self, other: SieveCache) -> None:
         """Take over the content of another cache of the same plan and model, which is used up."""
+        self.touch()
         self.owner, self.conversation, self.status = other.owner, other.conversation, other.status
         self.layers = other.layers
 

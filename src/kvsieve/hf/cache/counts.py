@@ -38,6 +38,14 @@ class Reads:
         """All bytes read."""
         return self.entry_bytes + self.estimate_bytes + self.upkeep_bytes
 
+    def add(self, other: Reads, times: int = 1) -> None:
+        """Count what another has counted; -1 times to count it no more."""
+        if other.sparse or other.not_compiled is not None:
+            self.not_compiled = other.not_compiled
+        for name, value in vars(other).items():
+            if isinstance(value, int):
+                vars(self)[name] += times * value
+
     def read(self, entries: int, entry: int, among: int | None = None) -> None:
         """Count `entries` of `entry` bytes each, chosen among so many; None where they are all there are."""
         self.entries += entries

@@ -10,69 +10,14 @@ import torch
 from torch import Tensor
 
 from kvsieve.attention import Window
-from kvsieve.cache import DenseStore, LayerMemory, View, encode
+from kvsieve.cache import DenseStore, LayerMemory, encode
 from kvsieve.cache.contract import window_room
 from kvsieve.cache.tensors import tensors_in
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
+from kvsieve.hf.cache.any_layer import AnyLayer
 from kvsieve.hf.compat import CacheLayerMixin
 from kvsieve.roles import Codec
 from kvsieve.types import Selection
-
-
-class AnyLayer:
-    """Facts and copies that every layer of a cache has, whatever it holds.
-
-    Attributes:
-        is_growing: stores all entries less those that the plan drops.
-        is_latent: these are latents.
-        has_state: carries recurrent state.
-        window: what it sees, where that is a window or a chunk.
-        source: index of the layer whose entries it reads, having none of its own.
-        view: what this turn's answer reads, where that is less than what is stored.
-        saved: names of what is written to files beside entries and state.
-    """
-
-    is_growing = False
-    is_latent = False
-    has_state = False
-    window: Window | None = None
-    source: int | None = None
-    view: View | None = None
-    saved: tuple[str, ...] = ()
-
-    @property
-    def memory(self) -> LayerMemory | None:
-        """The entries; None for a layer that stores none."""
-        return None
-
-    def states(self) -> dict[str, Any]:
-        """Return all that the recurrent state consists of, by the names transformers has for it."""
-        return {}
-
-    def state_tensors(self) -> Iterator[Tensor]:
-        """Every tensor of the recurrent state."""
-        yield from tensors_in(self.states())
-
-    def all_tensors(self) -> Iterator[Tensor]:
-        """Every tensor held; the first one has as many rows as the batch."""
-        yield from self.state_tensors()
-        if self.memory is not None:
-            yield from self.memory.all_tensors()
-
-    def fork(self, share: bool = False) -> Self:
-        """Copy it; see SieveCache.fork. Recurrent state is never shared."""
-        return copy.copy(self)
-
-    def reorder(self, rows: Tensor) -> None:
-        """Make row i a copy of row ``rows[i]``."""
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.reorder(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        first = next(self.all_tensors(), None)
-        if first is not None:
-            self.reorder(torch.arange(len(first)).repeat_interleave(repeats))
 
 
 class StoreLayer(CacheLayerMixin, AnyLayer):
@@ -172,6 +117,10 @@ class StoreLayer(CacheLayerMixin, AnyLayer):
         other.staged = None
         return other
 
+    def take_over(self, other: Self) -> None:
+        """Become what a copy is that was made earlier and is used up."""
+        vars(self).update(vars(other))
+
     def offload(self) -> None:
         raise UnsupportedOptionError("offloading is not supported by a SieveCache: leave cache_implementation unset")
 
@@ -211,6 +160,14 @@ class SieveLayer(StoreLayer):
     def encode(self, codec: Codec, *, ends_prompt: bool) -> None:
         """Encode the entries that have left the newest ones; ends_prompt: in blocks that need not be full."""
         self.store, self.view = encode(self.store, self.view, codec, ends_prompt=ends_prompt)
+
+    def may_encode(self, codec: Codec, tokens: int) -> bool:
+        """Tell whether entries may be encoded while up to `tokens` further tokens are stored."""
+        store = self.store
+        if store.is_encoded:
+            return store.may_settle(tokens)
+        stored = max(store.lengths, default=0)
+        return any(length >= codec.newest(length) + codec.block for length in range(stored + 1, stored + tokens + 1))
 
     def view_only(self, selection: Selection) -> None:
         """Let the turn's answer read what is selected, and what is stored from now on; nothing is dropped."""
@@ -270,8 +227,11 @@ class WindowLayer(StoreLayer):
         """Tokens stored before what has left the window is dropped, while decoding."""
         return window_room(self.window.span)
 
+    def make_way(self, tokens: int) -> None:
+        if self.store.size + tokens >= self.window.span + self.room:
+            self.drop_unseen(at_once=True)
+
     def drop_unseen(self, *, at_once: bool) -> None:
-        """Drop what no token to come can see; unless `at_once`, only when there is much of it."""
         store, span = cast(DenseStore, self.store), self.window.span
         if store.size < span or (not at_once and store.size < span + self.room):
             return
@@ -279,6 +239,9 @@ class WindowLayer(StoreLayer):
             first = store.size - span + 1
         else:
             position = store.index[:, 0].long()
+            if store.valid is not None:
+                # Tokens that were taken back have positions to come.
+                position = position.masked_fill(~store.valid[:, 0], -1)
             seen = self.window.sees(position.amax(1, keepdim=True) + 1, position)
             if store.valid is not None:
                 seen &= store.valid[:, 0]

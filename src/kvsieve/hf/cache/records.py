@@ -7,13 +7,14 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from kvsieve.errors import CacheStateError
 from kvsieve.hf.cache.counts import Passes, PromptBlocks, Reads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from kvsieve.hf.cache.row_ends import RowEnds
     from kvsieve.hf.cache.short_prompt import ShortPrompt
@@ -208,6 +209,22 @@ class Conversation:
         """Let the next pass go on with the turn's prompt, whose last `tokens` the plan leaves whole."""
         self.turn.reading, self.turn.acts = True, False
         self.turn.record.question = tokens
+
+    def take_back(self, start: int, counts: Sequence[int], device: torch.device) -> None:
+        """Mask the columns of a pass that are taken back: those that no row keeps go, in others some rows have padding.
+
+        Args:
+            start: columns before the pass.
+            counts: tokens of the pass that each row keeps.
+            device: of a mask that is made.
+        """
+        most, mask = max(counts), self.mask
+        if mask is None and min(counts) == most:
+            return
+        if mask is None:
+            mask = torch.ones(len(counts), start + most, dtype=torch.bool, device=device)
+        kept = torch.arange(most) < torch.tensor(counts)[:, None]
+        self.mask = torch.cat([mask[:, :start], mask[:, start : start + most] & kept.to(mask.device)], 1)
 
     def went_on(self, layer: int, end: int, columns: Tensor, count: int) -> None:
         """Note which tokens of the turn went on behind a layer; see PropagatedTokens. count: of the longest row."""

@@ -14,7 +14,8 @@ from torch import Tensor
 from kvsieve.attention import Window
 from kvsieve.cache.tensors import tensors_in
 from kvsieve.errors import CacheStateError
-from kvsieve.hf.cache.layer import AnyLayer, SieveLayer, StoreLayer, WindowLayer
+from kvsieve.hf.cache.any_layer import AnyLayer
+from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
 from kvsieve.hf.compat import DummyLayer, LinearAttentionLayer
 from kvsieve.hf.kinds import STATE_FIELDS
 
@@ -47,6 +48,11 @@ class StateLayer(LinearAttentionLayer, AnyLayer):
             setattr(other, name, own)
         return other
 
+    def take_rows(self, layers: Sequence[AnyLayer]) -> None:
+        every = [layer.states() for layer in layers]
+        rows = {name: {at: _rows([state[name][at] for state in every]) for at in every[0][name]} for name in every[0]}
+        self.set_states(rows)
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.reorder(beam_idx)
 
@@ -59,6 +65,13 @@ class StateLayer(LinearAttentionLayer, AnyLayer):
 
     def reset(self) -> None:
         self.__init__(self.number_of_states)  # type: ignore[misc]
+
+
+def _rows(parts: Sequence[Any]) -> Any:
+    """Row i of tensor i; what is no tensor is the same in all."""
+    if not isinstance(parts[0], Tensor):
+        return parts[0]
+    return torch.stack([part[row] for row, part in enumerate(parts)])
 
 
 class StateSieveLayer(StateLayer, SieveLayer):

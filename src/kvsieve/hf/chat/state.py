@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvsieve.hf.cache.cache import Snapshot
+from kvsieve.hf.cache.snapshot import Snapshot
 from kvsieve.hf.generate.stats import Decoding, Stats, Storage, Traffic
 from kvsieve.turns import Message
 

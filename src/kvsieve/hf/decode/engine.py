@@ -182,6 +182,8 @@ class Engine:
         config = getattr(self.decoder, "config", None)
         if session.tokens.size > 1:
             raise Refused("a pass of several tokens")
+        if session.request.tentative:
+            raise Refused("a pass that may be taken back")
         if session.tokens.valid is not None:
             raise Refused("the new token is padding in some row")
         if len(cache.sieve_layers) < len(cache.layers):

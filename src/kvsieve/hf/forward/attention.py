@@ -106,7 +106,8 @@ def _attend(
             raise UnsupportedOptionError(
                 f"{who} has latent attention, which does not run under torch.autocast: load the model in that dtype"
             )
-        out = session.attend(index, layer, *ask_latents(asked, layer, module, key, value, who))
+        prompt = session.step.phase == "prefill"
+        out = session.attend(index, layer, *ask_latents(asked, layer, module, key, value, who, prompt=prompt))
     elif isinstance(layer, StoreLayer):
         key, value, repeats = layer.take(key, value, who)
         asked, key, value = _one_dtype(asked, key, value)

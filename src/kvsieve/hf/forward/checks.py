@@ -9,6 +9,7 @@ from torch import Tensor
 from kvsieve.errors import CacheStateError, InputError, KvsieveWarning, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.records import Turn
+from kvsieve.hf.forward.request import PassRequest
 from kvsieve.plans import Plan
 from kvsieve.types import Step
 
@@ -105,6 +106,16 @@ def check_step(plan: Plan, cache: SieveCache, step: Step, counts: tuple[int, ...
         _check_answers(plan, step, counts)
     else:
         _check_looks_back(plan, cache, step, counts)
+
+
+def check_tentative(cache: SieveCache, request: PassRequest, step: Step, counts: tuple[int, ...]) -> None:
+    """Raise CacheStateError or InputError for a pass of which nothing could be taken back."""
+    if cache.turn.reading:
+        raise CacheStateError("a tentative pass is over tokens of an answer, and this turn's prompt is not complete")
+    if request.on_layer is not None:
+        raise UnsupportedOptionError("what on_layer= has seen of a tentative pass cannot be taken back: leave it out")
+    if min(counts) < step.num_new:
+        raise InputError("attention_mask hides new tokens of a tentative pass: give 1 for all of them")
 
 
 def _check_answers(plan: Plan, step: Step, counts: tuple[int, ...]) -> None:

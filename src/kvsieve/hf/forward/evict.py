@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
-from kvsieve.cache import keep, set_aside
+from kvsieve.cache import LayerMemory, keep, set_aside
 from kvsieve.core.queries import second_moments
+from kvsieve.core.selection import pack_ragged
 from kvsieve.errors import PlanError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import SieveLayer
@@ -19,8 +21,11 @@ from kvsieve.roles.codec import ASKED
 from kvsieve.types import LayerContext, Selection, Step
 
 
-def evict(plan: Plan, ctx: LayerContext, cache: SieveCache) -> None:
-    """Let a plan's evictor reduce what one layer stores, or several layers, and record what it did to the prompt."""
+def evict(plan: Plan, ctx: LayerContext, cache: SieveCache, due: tuple[bool, ...] = ()) -> None:
+    """Let a plan's evictor reduce what one layer stores, or several layers, and record what it did to the prompt.
+
+    due: of each row, whether it acts on it now; others keep all they have. Empty: on all.
+    """
     evictor = plan.evict
     assert evictor is not None
     step, conversation, turn = ctx.step, cache.conversation, cache.turn
@@ -30,11 +35,16 @@ def evict(plan: Plan, ctx: LayerContext, cache: SieveCache) -> None:
     if conversation.short_prompt is not None:
         lengths = conversation.short_prompt.lengths
     counts = tuple(evictor.entries(length, turn.new_tokens) for length in lengths)
+    if not all(due):
+        rows = zip(counts, ctx.stored, due, strict=True)
+        counts = tuple(count if acts else max(count, stored) for count, stored, acts in rows)
     if prompt:
         record.asked = max(evictor.requested(length, turn.new_tokens) for length in lengths)
         record.raised_to = max(counts) if max(counts) > record.asked else None
     shown, slots = aligned(ctx)
     chosen = evictor.select(shown, counts)
+    if not all(due) and isinstance(chosen, Selection):
+        chosen = _in_rows(chosen, shown, due)
     per_layer = chosen if isinstance(chosen, dict) else {ctx.layer_idx: chosen}
     for index, selection in per_layer.items():
         if selection is None:
@@ -60,6 +70,29 @@ def evict(plan: Plan, ctx: LayerContext, cache: SieveCache) -> None:
         record.evicted.add(index)
         if prompt:
             record.kept[index] = layer.store.entries
+
+
+def _in_rows(selection: Selection, ctx: LayerContext, due: tuple[bool, ...]) -> Selection:
+    """Return a selection in rows that are due; the others keep all real entries."""
+    real, indices, shape = selection.real(), selection.indices, ctx.keys.shape
+    real = (
+        torch.ones_like(indices)
+        if real is None
+        else (real[:, None] if real.ndim == 2 else real).expand_as(indices).long()
+    )
+    stays = torch.zeros(*indices.shape[:2], shape[2], dtype=torch.int64, device=indices.device)
+    stays = stays.scatter_add(2, indices, real) > 0
+    valid = torch.ones(1, 1, 1, dtype=torch.bool, device=stays.device) if ctx.valid is None else ctx.valid
+    whole = valid.expand(shape[0], shape[1], shape[2]).repeat_interleave(stays.shape[1] // shape[1], 1)
+    return pack_ragged(stays.where(torch.tensor(due, device=stays.device)[:, None, None], whole))
+
+
+def closed_up(store: LayerMemory, room: int) -> LayerMemory:
+    """Leave out what is padding or filler, so that each row's last entries are those of its last tokens."""
+    valid = store.valid
+    if valid is None:
+        return store
+    return keep(store, pack_ragged(valid.expand(-1, store.heads, -1)), room)
 
 
 def _asked(ctx: LayerContext, index: int) -> Tensor | None:

@@ -11,7 +11,14 @@ from kvsieve.types import AttentionQueries
 
 
 def ask_latents(
-    asked: AttentionQueries, layer: LatentLayer, module: nn.Module, key: Tensor, value: Tensor, who: str
+    asked: AttentionQueries,
+    layer: LatentLayer,
+    module: nn.Module,
+    key: Tensor,
+    value: Tensor,
+    who: str,
+    *,
+    prompt: bool,
 ) -> tuple[LatentQueries, Tensor, Tensor]:
     """Take what a layer's cache has staged, and find how the layer expands it.
 
@@ -22,12 +29,13 @@ def ask_latents(
         key: [B, Hq, L, D], what the module has made of what is staged.
         value: [B, Hq, L, Dv], as well.
         who: the layer, for errors.
+        prompt: the pass is over tokens of a prompt.
 
     Returns:
         The queries, and what is to be stored: entries [B, 1, L, R + Dr] and their latents [B, 1, L, R].
     """
     entries, latents = layer.take_entries(who)
-    if layer.up is None or key.shape[2] > 1:
+    if layer.up is None or (prompt and key.shape[2] > 1):
         # Anew with every prompt: weights may have changed since, as adapters do it.
         rotated = entries[..., latents.shape[-1] :]
         layer.up = up_projection(module, latents, rotated, key, value, who)

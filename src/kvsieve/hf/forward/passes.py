@@ -15,13 +15,14 @@ from torch import Tensor
 from kvsieve.core.checks import look
 from kvsieve.errors import InputError, UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.forward.checks import check_fits, check_needs_no_driver, check_step, warn_of_few
+from kvsieve.hf.forward.checks import check_fits, check_needs_no_driver, check_step, check_tentative, warn_of_few
 from kvsieve.hf.forward.compact import columns_of, has_holes
 from kvsieve.hf.forward.own_generate import note_cache
 from kvsieve.hf.forward.padding import checked_mask
-from kvsieve.hf.forward.request import PLAIN, ModelContext, PassRequest
+from kvsieve.hf.forward.request import CANDIDATES, PLAIN, ModelContext, PassRequest
 from kvsieve.hf.forward.rows import RowsCache, RowsSession
 from kvsieve.hf.forward.session import Session
+from kvsieve.hf.forward.transaction import AnswerSession, PassTransaction
 from kvsieve.hf.forward.travel import Tokens
 from kvsieve.kernels.cpu import cores
 from kvsieve.plans import Plan
@@ -99,15 +100,43 @@ def open_session(
     check_fits(plan, cache, fed)
     conversation = cache.conversation
     plan = _plan_of_pass(plan, cache, new, request)
+    cache.touch()
+    if cache.candidates and request == PLAIN and not cache.turn.reading:
+        request = CANDIDATES
     if request.phase is None and new > 1 and not cache.turn.reading:
         cache.begin_turn()
         warn_of_few(plan, cache, new)
     if request.phase == "prefill":
         cache.turn.reading = True
-    turn, start = cache.turn, cache.num_seen
+    turn = cache.turn
     prefill = turn.reading and request.phase != "decode"
     if prefill and turn.prompt_end is None:
         check_needs_no_driver(plan, turn)
+    step, tokens, order = _facts_of(cache, call, fed, request, prefill=prefill)
+    check_step(plan, cache, step, tokens.counts)
+    if request.tentative:
+        check_tentative(cache, request, step, tokens.counts)
+    source = (
+        None if plan.propagate is None or not turn.acts else plan.propagate.first_layer(model.num_layers, model.layers)
+    )
+    kind = AnswerSession if not prefill and (new > 1 or request.tentative) else Session
+    session = kind(plan, source, cache, step, tokens, model, request, outer=_ACTIVE.get(), order=order)
+    conversation.batch = batch
+    if prefill:
+        short = conversation.short_prompt
+        turn.record.prompt_tokens = max(step.lengths if short is None else short.lengths)
+    note_cache(cache)
+    cache.status = "running"
+    _ACTIVE.set(session)
+    return session
+
+
+def _facts_of(
+    cache: SieveCache, call: Mapping[str, Any], fed: Tensor, request: PassRequest, *, prefill: bool
+) -> tuple[Step, Tokens, Tensor | None]:
+    """Return the facts of a pass over `fed`, its tokens, and their order where they do not run in that of columns."""
+    batch, new = fed.shape[:2]
+    turn, start = cache.turn, cache.num_seen
     mask, rows = checked_mask(call.get("attention_mask"), cache, batch, new, fed.device)
     padded, holed, counts = False, False, (new,) * batch
     lengths, turn_lengths = (start + new,) * batch, (start + new - turn.start,) * batch
@@ -132,22 +161,8 @@ def open_session(
         turn_lengths=turn_lengths,
         mask=mask,
     )
-    check_step(plan, cache, step, counts)
     columns, valid = columns_of(mask if padded else None, start, (new,), fed.device, holed=holed)
-    tokens = Tokens(columns, valid, counts)
-    source = (
-        None if plan.propagate is None or not turn.acts else plan.propagate.first_layer(model.num_layers, model.layers)
-    )
-    session = Session(plan, source, cache, step, tokens, model, request, outer=_ACTIVE.get())
-    session.order = columns - start if holed else None
-    conversation.batch = batch
-    if prefill:
-        short = conversation.short_prompt
-        turn.record.prompt_tokens = max(lengths if short is None else short.lengths)
-    note_cache(cache)
-    cache.status = "running"
-    _ACTIVE.set(session)
-    return session
+    return step, Tokens(columns, valid, counts), columns - start if holed else None
 
 
 def open_rows(model: ModelContext, caches: Sequence[SieveCache], ids: Tensor) -> RowsSession:
@@ -198,10 +213,14 @@ def _commit(session: Session, *, finished: bool) -> None:
     if finished and step.phase == "prefill":
         _check_states(cache)
     cache.advance(step.num_new)
+    if isinstance(session, AnswerSession):
+        session.finish()
     if step.phase == "decode":
         turn.decoded += step.num_new
     if session.reads_as_answer:
         turn.record.reads.tokens += step.num_new
+    if isinstance(session, AnswerSession) and session.request is CANDIDATES:
+        cache.undecided = PassTransaction(session)
     if step.ends_prompt:
         if _log.isEnabledFor(logging.DEBUG):
             entries = list(turn.record.kept.values())
@@ -239,7 +258,7 @@ def _plan_of_pass(plan: Plan, cache: SieveCache, new: int, request: PassRequest)
     if not plan.shortens_prompt:
         return plan
     short = cache.conversation.short_prompt
-    if short is None or (new > 1 and not cache.turn.reading):
+    if short is None or (new > 1 and request.phase is None and not cache.turn.reading):
         how = "every prompt twice" if plan.propagate is not None else "a prompt in steps of its own"
         raise UnsupportedOptionError(
             f"{plan.name!r} reads {how}, which a plain call of the model cannot do: use "

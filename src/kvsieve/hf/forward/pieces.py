@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,8 +41,7 @@ def attend_by_chunk(
         for first in range(0, whole.size, chunk):
             part = slice(first, first + chunk)
             session.tokens = whole.part(part)
-            one = replace(asked, query=asked.query[:, :, part])
-            outs.append(session.attend(index, layer, one, key[:, :, part], value[:, :, part]))
+            outs.append(session.attend(index, layer, asked.part(part), key[:, :, part], value[:, :, part]))
     finally:
         session.tokens = whole
     return torch.cat(outs, 2)

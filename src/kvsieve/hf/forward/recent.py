@@ -32,9 +32,13 @@ def recent_queries(
     """
     before = state.get(_QUERIES)
     if decoding and before is not None and query.shape[2] < window:
-        new, query = query.shape[2], torch.cat([before, query], 2)
-        if _REAL in state:
-            state[_REAL] = state[_REAL].clamp(max=before.shape[2]) + new
+        new, stored = query.shape[2], before.shape[2]
+        query = torch.cat([before, query], 2)
+        if _REAL in state or min(counts) < new:
+            state[_REAL] = state.get(_REAL, torch.tensor(stored)).clamp(max=stored) + torch.tensor(counts)
+        if min(counts) < new:
+            # What is padding goes before the queries of its row.
+            query = torch.stack([row.roll(new - count, 1) for row, count in zip(query, counts, strict=True)])
     else:
         state.pop(_REAL, None)
         if min(counts) < min(window, query.shape[2]):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from kvsieve.hf.forward.tentative import Transaction
 from kvsieve.types import ALONE, AttentionQueries, LayerContext, ModelFacts, Ranks, Selection
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class PassRequest:
         on_leave: called with a layer's index and with what would wait there of this pass for a propagator that acts at
             the end of the prompt; for the layers named to `attached`.
         chunk: tokens of each of the leading chunks that the pass takes together; None for a pass over one.
+        tentative: the pass, over tokens of an answer, can be taken back, all of it or its last tokens; see Transaction.
     """
 
     plan: Plan | None = None
@@ -41,9 +43,15 @@ class PassRequest:
     on_layer: Callable[[LayerContext], Selection | None] | None = None
     on_leave: Callable[[int, tuple[Tensor, ...]], None] | None = None
     chunk: int | None = None
+    tentative: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tentative:
+            object.__setattr__(self, "phase", "decode")
 
 
 PLAIN = PassRequest()
+CANDIDATES = PassRequest(tentative=True)
 
 
 @dataclass
@@ -56,12 +64,14 @@ class PassResult:
         logits: [B, keep, V] of the last columns, where they were asked for.
         chosen: tokens that a propagator of two passes chose among those offered.
         report: the propagator's report on its choice.
+        transaction: takes back tokens of a tentative pass; None for others.
     """
 
     hidden: Tensor | None
     logits: Tensor | None
     chosen: Selection | None
     report: dict[str, Any]
+    transaction: Transaction | None = None
 
 
 Asked = AttentionQueries

@@ -3,103 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvsieve.cache import keep
-from kvsieve.core.checks import Value, gathered, look
+from kvsieve.core.checks import gathered, look
 from kvsieve.errors import UnsupportedModelError
-from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
 from kvsieve.hf.forward.compact import columns_of
 from kvsieve.hf.forward.drafted import choose_drafted
 from kvsieve.hf.forward.encode import decode_before, encode_after
-from kvsieve.hf.forward.evict import check_protected, drops_nothing, evict
+from kvsieve.hf.forward.evict import closed_up, drops_nothing, evict
+from kvsieve.hf.forward.pass_state import PassState
+from kvsieve.hf.forward.propagate import propagate
 from kvsieve.hf.forward.recent import recent_queries
-from kvsieve.hf.forward.request import Asked, ModelContext, PassRequest, StopForward
+from kvsieve.hf.forward.request import Asked, StopForward
 from kvsieve.hf.forward.sparse_prompt import attend_stored
 from kvsieve.hf.forward.sparse_read import read_token
-from kvsieve.hf.forward.travel import Arguments, Tokens, gather, joined
+from kvsieve.hf.forward.travel import Tokens, gather, joined
 from kvsieve.hf.forward.windows import attend_window
-from kvsieve.plans import Plan
-from kvsieve.types import LayerContext, Selection, Step, When
+from kvsieve.types import LayerContext
 
 
 @dataclass
-class Session:
-    """State of the forward pass in progress.
-
-    Attributes:
-        plan: what acts on it.
-        source: first layer after which hidden states may be dropped, None where none are.
-        request: what the driver said of the pass.
-        outer: the pass within which this one was begun.
-        prepared: True until the decoder is entered, for a pass that a driver has begun.
-        stopped: the pass was ended early on purpose.
-        chosen: what a propagator of two passes has chosen.
-        arguments: per-token arguments of decoder layers.
-        lent: of layers whose entries others read, the layer as it was when it attended, and this pass's keys.
-        shared: ``ctx.shared``.
-        hidden: [B, L, C], what enters the layer that runs; kept for evictors that need it only.
-        moved: True once other tokens travel than those of the pass.
-        order: int64 [B, L], the pass's columns as they run; None where they run in order.
-        checks: values that the plan computed, not looked at yet; see `core.checks`.
-    """
-
-    plan: Plan
-    source: int | None
-    cache: SieveCache
-    step: Step
-    tokens: Tokens
-    model: ModelContext
-    request: PassRequest
-    outer: Session | None = None
-    prepared: bool = False
-    stopped: bool = False
-    chosen: Selection | None = None
-    lent: dict[int, tuple[StoreLayer, Tensor]] = field(default_factory=dict)
-    shared: dict[str, Any] = field(default_factory=dict)
-    hidden: Tensor | None = None
-    moved: bool = False
-    order: Tensor | None = None
-    checks: list[Value] = field(default_factory=list)
-    _selection: Selection | None = None
-
-    def __post_init__(self) -> None:
-        self.arguments = Arguments(self.step.num_new)
-        # Asked in every layer.
-        self.when = When() if self.plan.evict is None else self.plan.evict.when
-
-    @property
-    def end(self) -> int:
-        """Columns fed once the pass is over."""
-        return self.step.start + self.step.num_new
-
-    @property
-    def reads_as_answer(self) -> bool:
-        """True where this pass's tokens read as those of an answer do."""
-        if self.step.phase == "decode":
-            return True
-        reader = self.plan.read
-        return reader is not None and reader.sparse_questions and not self.cache.turn.acts and self.step.start > 0
-
-    @property
-    def acts_in_between(self) -> bool:
-        """True where the evictor acts in this pass, which does not end a prompt."""
-        if self.step.phase == "prefill":
-            return self.when.chunks and not self.step.ends_prompt
-        steps = self.when.steps
-        return steps is not None and (self.cache.turn.decoded + self.step.num_new) % steps == 0
+class Session(PassState):
+    """The forward pass in progress: what it does at each layer."""
 
     def attend(self, index: int, layer: StoreLayer, asked: Asked, key: Tensor, value: Tensor) -> Tensor:
         """Store this pass's keys and values, attend over everything stored, then let the plan reduce the layer."""
         self.check_queries(index, asked)
         if isinstance(layer, WindowLayer):
             out = attend_window(layer, asked, key, value, self.tokens, self.cache.conversation.mask)
-            self._lend(index, layer, key, changes=True)
+            self.lend(index, layer, key, changes=True)
             layer.drop_unseen(at_once=self.tokens.size > 1)
             return out
         assert isinstance(layer, SieveLayer)
@@ -119,12 +57,14 @@ class Session:
             store.append(key, value, tokens.token_index, tokens.valid, tokens.counts, room)
             with gathered(self.checks):
                 out = attend_stored(self.plan.prefill, self.cache.turn, step, where, asked, store)
-        self._lend(index, layer, made, changes=reduces or self.request.on_layer is not None or codec is not None)
+        self.lend(index, layer, made, changes=reduces or self.request.on_layer is not None or codec is not None)
         self._show(index, layer, asked, out)
         if evictor is not None and self.when.steps is not None and evictor.window > 1 and step.is_last_chunk:
             decoding = step.phase == "decode"
             query = recent_queries(layer.state, query, tokens.counts, evictor.window, decoding=decoding)
             asked = replace(asked, query=query)
+            if step.phase == "decode" and tokens.valid is not None:
+                layer.store = closed_up(layer.store, room)
         if reduces and not drops_nothing(self.plan, step, where, layer):
             with gathered(self.checks):
                 self._reduce(index, layer, asked)
@@ -132,7 +72,7 @@ class Session:
             encode_after(self.plan, self.cache, index, step, reduced=reduces)
         return out
 
-    def _lend(self, index: int, layer: StoreLayer, key: Tensor, *, changes: bool) -> None:
+    def lend(self, index: int, layer: StoreLayer, key: Tensor, *, changes: bool) -> None:
         """Let layers that share KV read what is stored now; changes: it drops or encodes some before the pass ends."""
         if index in self.cache.producers:
             self.lent[index] = (layer.fork(share=True) if changes else layer), key
@@ -147,16 +87,16 @@ class Session:
 
     def _read(self, index: int, layer: SieveLayer, asked: Asked, key: Tensor, value: Tensor, room: int) -> Tensor:
         """Store and read token by token: each chooses by itself among what was stored when it came."""
-        tokens, stored, outs = self.tokens, asked.stored, []
-        arguments = self.plan.read, self.cache, layer, index, self.model.num_layers
+        arguments = self.plan.read, self.cache, layer, index, self.model.num_layers, self.reads
+        tokens, outs = self.tokens, []
         if tokens.size == 1:
             layer.store.append(key, value, tokens.token_index, tokens.valid, tokens.counts, room)
-            return asked.output(read_token(*arguments, stored))
+            return asked.output(read_token(*arguments, asked.stored))
         for at in range(tokens.size):
             one = slice(at, at + 1)
-            valid = None if tokens.valid is None else tokens.valid[:, one]
-            layer.store.append(key[:, :, one], value[:, :, one], tokens.token_index[:, one], valid, reserve=room)
-            outs.append(read_token(*arguments, replace(stored, query=stored.query[:, :, one])))
+            token = tokens.part(one)
+            layer.store.append(key[:, :, one], value[:, :, one], token.token_index, token.valid, token.counts, room)
+            outs.append(read_token(*arguments, asked.stored.part(one)))
         return asked.output(torch.cat(outs, 2))
 
     def _show(self, index: int, layer: SieveLayer, asked: Asked, out: Tensor) -> None:
@@ -209,37 +149,11 @@ class Session:
         if not prompt or turn.acts:
             ctx = self._context(index, layer, asked)
             if plan.propagate is not None and self.source is not None and self.step.ends_prompt:
-                self._propagate(index, layer, ctx)
+                propagate(self, index, layer, ctx)
             if plan.evict is not None:
-                evict(plan, ctx, self.cache)
+                evict(plan, ctx, self.cache, self.due)
         if prompt:
             turn.record.kept[index] = layer.store.entries
-
-    def _propagate(self, index: int, layer: SieveLayer, ctx: LayerContext) -> None:
-        """Let the propagator choose among the tokens that came to this layer.
-
-        Raises:
-            StopForward: one of two passes has chosen; nothing that the pass stored is needed any more.
-        """
-        propagator, source = self.plan.propagate, self.source
-        assert propagator is not None and source is not None
-        # Up to the source layer all of the turn's tokens are there, in this pass or in earlier chunks.
-        deeper = index > source
-        ctx.offered = self.tokens.size if deeper else self.end - self.step.turn_start
-        ctx.offered_counts = self.tokens.counts if deeper else self.step.turn_lengths
-        selection = propagator.select(ctx)
-        if selection is not None:
-            check_protected(propagator, ctx, selection, ctx.offered)
-        self.cache.turn.record.report = self.shared.get("report", {})
-        if not propagator.two_pass:
-            self._selection = selection if source <= index < self.model.num_layers - 1 else None
-            return
-        if selection is not None:
-            look(self.checks)
-            self.chosen, self.stopped = selection, True
-            raise StopForward
-        # What a layer has attended to can go at once.
-        layer.reset()
 
     def leave(self, index: int, hidden: Tensor, given: dict[str, Any]) -> Tensor:
         """Let hidden states [B, L, C] leave layer `index`; those that go on are [B, K, C].
@@ -270,7 +184,7 @@ class Session:
                 self.moved = True
                 where = self.cache.conversation.mask, self.step.turn_start, [*sizes, self.step.num_new]
                 self.tokens = Tokens(*columns_of(*where, hidden.device, holed=True), self.step.turn_lengths)
-        selection, self._selection = self._selection, None
+        selection, self.selection = self.selection, None
         if index < 0:
             selection = choose_drafted(self.plan, self.cache, self.model, self.step, self.tokens, self.shared)
         if selection is not None:

@@ -13,6 +13,7 @@ from kvsieve.hf.forward.request import Asked
 from kvsieve.hf.forward.session import Session
 from kvsieve.hf.forward.sparse_prompt import attend_stored
 from kvsieve.hf.forward.sparse_read import read_token
+from kvsieve.hf.forward.transaction import AnswerSession
 from kvsieve.hf.forward.windows import attend_stored_window
 
 
@@ -32,14 +33,16 @@ def attend_shared(session: Session, index: int, source: int, asked: Asked, key: 
     if isinstance(lent, WindowLayer):
         return attend_stored_window(lent, asked)
     assert isinstance(lent, SieveLayer)
+    if isinstance(session, AnswerSession):
+        return _of_answer(session, index, source, lent, asked)
     if not session.reads_as_answer:
         where = index, session.model.num_layers
         return attend_stored(session.plan.prefill, session.cache.turn, session.step, where, asked, lent.store)
     outs, new = [], asked.query.shape[2]
+    arguments = index, session.model.num_layers, session.reads
     for at in range(new):
         alone = asked.part(slice(at, at + 1))
-        layer = _without_last(lent, new - 1 - at)
-        outs.append(read_token(session.plan.read, session.cache, layer, index, session.model.num_layers, alone))
+        outs.append(read_token(session.plan.read, session.cache, _without_last(lent, new - 1 - at), *arguments, alone))
     return outs[0] if new == 1 else torch.cat(outs, 2)
 
 
@@ -51,3 +54,13 @@ def _without_last(layer: SieveLayer, tokens: int) -> SieveLayer:
     before.store = layer.store.share()
     before.store.drop_last([tokens] * len(before.store.lengths))
     return before
+
+
+def _of_answer(session: AnswerSession, index: int, source: int, lent: SieveLayer, asked: Asked) -> Tensor:
+    """Attention of several tokens of an answer: each sees the entries that there were when it came."""
+    if source not in session.steps[0].lent:
+        return session.read_all(index, lent.store, asked)
+    outs = []
+    for at, step in enumerate(session.steps):
+        outs.append(attend_shared(step, index, source, asked.part(slice(at, at + 1)), step.lent[source][1]))
+    return torch.cat(outs, 2)

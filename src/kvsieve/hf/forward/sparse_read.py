@@ -35,17 +35,16 @@ def read_token(
     layer: SieveLayer,
     index: int,
     num_layers: int,
+    reads: Reads,
     asked: AttentionQueries,
 ) -> Tensor:
-    """Attention of a token whose entry is stored already: queries [B, Hq, 1, D] -> [B, Hq, 1, Dv]."""
+    """Attention of a token whose entry is stored already: queries [B, Hq, 1, D] -> [B, Hq, 1, Dv]. reads: counts it."""
     reading = reading_of(reader, cache, layer, index, num_layers)
-    store, reads = layer.store, cache.turn.record.reads
+    store = layer.store
     request: AttentionRequest[Any, None] = AttentionRequest(
         asked, stored_entries(store) if reading is None else ReadRows(reading, store)
     )
-    if index not in reads.executors:
-        reads.executors[index] = explain(request)
-    out = attend(request)
+    out = attend_noted(reads, index, request)
     if reading is None:
         count_all(store, reads)
     else:
@@ -54,8 +53,15 @@ def read_token(
     return out
 
 
+def attend_noted(reads: Reads, index: int, request: AttentionRequest[Any, None]) -> Tensor:
+    """Attend, and note by which executor, once per layer."""
+    if index not in reads.executors:
+        reads.executors[index] = explain(request)
+    return attend(request)
+
+
 def stored_entries(store: LayerMemory) -> DenseEntries | FlatEntries | EncodedEntries:
-    """All that a store holds, as one token attends to it."""
+    """All that a store holds, as new tokens attend to it."""
     if store.is_encoded:
         return EncodedEntries(cast(PackedStore, store))
     if store.is_ragged:
@@ -106,10 +112,10 @@ def reading_of(
     return known.reading
 
 
-def count_all(store: LayerMemory, reads: Reads) -> None:
-    """Count a token that has read everything that is stored now."""
-    rows = len(store.lengths)
-    reads.read(rows * store.size * (1 if store.is_ragged else store.heads), store.entry_size())
+def count_all(store: LayerMemory, reads: Reads, later: int = 0) -> None:
+    """Count a token that has read everything that is stored now, less what `later` tokens have stored."""
+    slots = len(store.lengths) * (store.size - later * store.stride)
+    reads.read(slots * (1 if store.is_ragged else store.heads), store.entry_size(later))
 
 
 def _known(reader: Reader | None, cache: SieveCache, layer: SieveLayer, index: int, num_layers: int) -> _Known | None:

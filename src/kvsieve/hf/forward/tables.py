@@ -22,9 +22,19 @@ def make_tables(tables: RotaryTables, module: nn.Module, args: Any, kwargs: dict
     call = tables.arguments(args, kwargs)
     positions: Tensor = call["position_ids"]
     if not isinstance(session, RowsSession):
-        return tables.at_lengths(call, [_length(session, positions)])
+        # Tokens of an answer have the tables that each would have alone.
+        columns = positions.split(1 if session.step.phase == "decode" else positions.shape[-1], -1)
+        found = [tables.at_lengths({**call, "position_ids": part}, [_length(session, part)]) for part in columns]
+        return found[0] if len(found) == 1 else _joined(found)
     parts = zip(session.rows, positions.expand(len(session.rows), -1).split(1), strict=True)
     return tables.at_lengths(call, [_length(row, part) for row, part in parts])
+
+
+def _joined(found: list[Any]) -> Any:
+    """Return the tables of tokens one after another."""
+    if isinstance(found[0], Tensor):
+        return torch.cat(found, -2)
+    return tuple(torch.cat(parts, -2) for parts in zip(*found, strict=True))
 
 
 def _length(session: Session, positions: Tensor) -> int:

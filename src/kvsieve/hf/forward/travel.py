@@ -53,9 +53,14 @@ class Tokens:
         return found if self.valid is None else found.masked_fill(~self.valid, -1)
 
     def part(self, columns: slice) -> Tokens:
-        """Take those of a slice of the columns, where none is padding and none was dropped."""
+        """Take those of a slice of the columns, where none was dropped."""
         token_index = self.token_index[:, columns]
-        return Tokens(token_index, None, (token_index.shape[1],) * len(self.counts))
+        counts = (token_index.shape[1],) * len(self.counts)
+        if self.valid is None:
+            return Tokens(token_index, None, counts)
+        valid = self.valid[:, columns]
+        real = tuple(valid.sum(-1).tolist())
+        return Tokens(token_index, None if real == counts else valid, real)
 
     def mask_states(self, given: dict[str, Any], names: Collection[str]) -> None:
         """Put a mask of them among the arguments that a recurrent layer, of parameters `names`, is given."""

@@ -53,12 +53,39 @@ INLINE __m512 capped(__m512 x, float scale, float cap) {
     return _mm512_mul_ps(_mm512_sub_ps(one, _mm512_div_ps(two, _mm512_add_ps(e, one))), _mm512_set1_ps(cap));
 }
 
+// LANES pairs of each of LANES rows, `slot` numbers from one another, become LANES rows of a pair of each.
+INLINE void turn(const uint16_t *rows, int64_t slot, uint32_t *to) {
+    __m512i x[LANES], y[LANES];
+    for (int i = 0; i < LANES; i++) x[i] = _mm512_loadu_si512(rows + i * slot);
+    for (int i = 0; i < LANES; i += 2)
+        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]), y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    for (int i = 0; i < LANES; i += 4)
+        for (int k = 0; k < 2; k++) {
+            x[i + 2 * k] = _mm512_unpacklo_epi64(y[i + k], y[i + k + 2]);
+            x[i + 2 * k + 1] = _mm512_unpackhi_epi64(y[i + k], y[i + k + 2]);
+        }
+    // x[4 * r + c] has, in its parts p, pairs 4 * p + c of rows 4 * r to 4 * r + 3.
+    for (int c = 0; c < 4; c++) {
+        __m512i a = _mm512_shuffle_i32x4(x[c], x[4 + c], 0x88), b = _mm512_shuffle_i32x4(x[c], x[4 + c], 0xdd);
+        __m512i d = _mm512_shuffle_i32x4(x[8 + c], x[12 + c], 0x88), e = _mm512_shuffle_i32x4(x[8 + c], x[12 + c], 0xdd);
+        _mm512_storeu_si512(to + c * LANES, _mm512_shuffle_i32x4(a, d, 0x88));
+        _mm512_storeu_si512(to + (8 + c) * LANES, _mm512_shuffle_i32x4(a, d, 0xdd));
+        _mm512_storeu_si512(to + (4 + c) * LANES, _mm512_shuffle_i32x4(b, e, 0x88));
+        _mm512_storeu_si512(to + (12 + c) * LANES, _mm512_shuffle_i32x4(b, e, 0xdd));
+    }
+}
+
 // Keys of `count` entries, a multiple of LANES, from entry `first` on, as `dots` takes them; 0 for entries that are not
 // among [0, length).
 INLINE void lay_out_keys(const uint16_t *keys, int64_t slot, int64_t first, int64_t count, int64_t length, int64_t half,
                          uint32_t *to) {
     static const uint16_t none[2] = {0, 0};
-    for (int64_t p = 0; p < count; p++) {
+    int64_t whole = 0;
+    // Of LANES entries that are all there, LANES pairs of channels at a time.
+    for (; half % LANES == 0 && whole < count && first + whole >= 0 && first + whole + LANES <= length; whole += LANES)
+        for (int64_t c = 0; c < half; c += LANES)
+            turn(keys + (first + whole) * slot + 2 * c, slot, to + whole * half + c * LANES);
+    for (int64_t p = whole; p < count; p++) {
         int64_t entry = first + p;
         int there = entry >= 0 && entry < length;
         uint32_t *at = to + p / LANES * half * LANES + p % LANES;

@@ -1,6 +1,7 @@
 // Attention of a prompt over chosen blocks of keys, in bfloat16, of which a processor multiplies two at a time (AVX-512
 // BF16). Keys and values of a layer are laid out in pairs once; a block of a head's queries is one task, which goes
-// through its blocks of keys under an online softmax, so that logits never leave a core's nearest caches.
+// through its blocks of keys under an online softmax, so that logits never leave a core's nearest caches. Of a few
+// tokens, all queries of a KV head are one task, and keys and values are laid out tile by tile within it.
 #include "half.h"
 
 // Rows whose logits are held at a time; queries of a task's part; entries that they meet at a time.
@@ -25,13 +26,35 @@ typedef struct {
     uint32_t *asked, *powers; // [PART, D / 2], [ROWS, TILE / 2]
     float *sums, *logits;     // [PART, Dv], [ROWS, TILE]
     float *most, *total, *shrink;
+    uint32_t *tile; // [TILE * (D + Dv) / 2]
 } Scratch;
 
-// Entries of a tile that are seen: from `low` on, and up to each row's own where `own`, that of row 0, is not negative.
+// Entries of a tile that are seen: from `low` on, and up to each row's own: `own` is that of row 0, and every `together`
+// rows have the same.
 typedef struct {
     const uint32_t *keys, *values;
-    int64_t size, low, own;
+    int64_t size, low, own, together;
 } Tile;
+
+// The own entry of rows that see all of a tile.
+#define ALL (INT64_MAX / 2)
+
+// Values of TILE entries, from entry `first` on, in pairs of entries, channels side by side; 0 for entries that are not
+// among [0, length).
+static void lay_out_values(const uint16_t *values, int64_t slot, int64_t first, int64_t length, int64_t wide,
+                           uint32_t *to) {
+    for (int64_t p = 0; p < TILE; p += 2) {
+        int64_t entry = first + p;
+        const uint16_t *value = values + entry * slot;
+        __mmask16 one = entry >= 0 && entry < length ? 0xffff : 0;
+        __mmask16 other = entry + 1 >= 0 && entry + 1 < length ? 0xffff : 0;
+        for (int64_t j = 0; j < wide; j += LANES) {
+            __m512i x = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(one, value + j));
+            __m512i y = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(other, value + slot + j));
+            _mm512_storeu_si512(to + p / 2 * wide + j, _mm512_or_si512(x, _mm512_slli_epi32(y, 16)));
+        }
+    }
+}
 
 // Places [first, first + TILE) of a KV row. Keys: pairs of channels, LANES entries side by side. Values: pairs of
 // entries, channels side by side. Places that hold no entry are 0.
@@ -42,17 +65,7 @@ static void lay_out(const Job *job, int64_t row, int64_t first) {
     uint32_t *to = job->pairs + row * job->places * (job->dim + wide) / 2;
     uint32_t *theirs = to + job->places * half;
     lay_out_keys(keys, job->key_slot, first - job->pad, TILE, job->length, half, to + first * half);
-    for (int64_t p = first; p < first + TILE; p += 2) {
-        uint16_t *restrict at = (uint16_t *)(theirs + p / 2 * wide);
-        for (int k = 0; k < 2; k++) {
-            int64_t entry = p + k - job->pad;
-            const uint16_t *restrict value = values + entry * job->value_slot;
-            if (entry >= 0 && entry < job->length)
-                for (int64_t j = 0; j < wide; j++) at[2 * j + k] = value[j];
-            else
-                for (int64_t j = 0; j < wide; j++) at[2 * j + k] = 0;
-        }
-    }
+    lay_out_values(values, job->value_slot, first - job->pad, job->length, wide, theirs + first / 2 * wide);
 }
 
 // Products of FEW rows with FEW * LANES entries.
@@ -120,11 +133,11 @@ INLINE void meet(const Job *job, const Tile *tile, int64_t rows, int64_t half, i
     float factor = 1.44269504f * (job->cap > 0 ? 1.0f : job->scale);
     for (int64_t first = 0; first < rows; first += ROWS) {
         int64_t some = rows - first < ROWS ? rows - first : ROWS, size = tile->size;
-        if (tile->own >= 0) {
-            // What lies behind the last of these rows is left out, in whole products.
-            int64_t seen = (tile->own + first + some + FEW * LANES - 1) / (FEW * LANES) * (FEW * LANES);
-            size = seen < size ? seen : size;
-        }
+        // What lies behind the last of these rows is left out, in whole products.
+        int64_t last = tile->own + (first + some - 1) / tile->together + 1;
+        int64_t seen = last > 0 ? (last + FEW * LANES - 1) / (FEW * LANES) * (FEW * LANES) : 0;
+        size = seen < size ? seen : size;
+        if (!size) continue;
         for (int64_t k = 0; k < size; k += FEW * LANES)
             for (int64_t r = 0; r < some; r += FEW)
                 logits_of(my->asked + (first + r) * half, tile->keys + k * half, half, my->logits + r * TILE + k);
@@ -132,7 +145,7 @@ INLINE void meet(const Job *job, const Tile *tile, int64_t rows, int64_t half, i
             float *x = my->logits + r * TILE;
             int64_t at = first + r;
             if (job->cap > 0) cap_all(x, size, job->scale, job->cap);
-            if (tile->low || tile->own >= 0) hide(x, size, tile->low, tile->own >= 0 ? tile->own + at + 1 : size);
+            hide(x, size, tile->low, tile->own + at / tile->together + 1);
             weigh(x, size, factor, (uint16_t *)(my->powers + r * (TILE / 2)), my->most + at, my->total + at,
                   my->shrink + at);
         }
@@ -157,21 +170,30 @@ static void meet_sized(const Job *job, const Tile *tile, int64_t rows, Scratch *
     else meet(job, tile, rows, job->dim / 2, job->wide, my);
 }
 
-static void write_out(const Job *job, int64_t b, int64_t head, int64_t from, int64_t rows, Scratch *my) {
+// Row r of the sums is the output of a token's head.
+INLINE void write_row(const Job *job, int64_t b, int64_t head, int64_t token, int64_t r, Scratch *my) {
     int64_t wide = job->wide;
-    for (int64_t r = 0; r < rows; r++) {
-        float share = 1.0f / my->total[r];
-        if (job->sinks) {
-            float sink = 1.44269504f * job->sinks[head], over = sink > my->most[r] ? sink : my->most[r];
-            float rest = exp2f(my->most[r] - over);
-            share = rest / (my->total[r] * rest + exp2f(sink - over));
-        }
-        uint16_t *out = job->out + ((b * job->fresh + from + r) * job->query_heads + head) * wide;
-        for (int64_t j = 0; j < wide; j += LANES) {
-            __m512 x = _mm512_mul_ps(_mm512_loadu_ps(my->sums + r * wide + j), _mm512_set1_ps(share));
-            _mm256_storeu_si256((__m256i *)(out + j), (__m256i)_mm512_cvtneps_pbh(x));
-        }
+    float share = 1.0f / my->total[r];
+    if (job->sinks) {
+        float sink = 1.44269504f * job->sinks[head], over = sink > my->most[r] ? sink : my->most[r];
+        float rest = exp2f(my->most[r] - over);
+        share = rest / (my->total[r] * rest + exp2f(sink - over));
     }
+    uint16_t *out = job->out + ((b * job->fresh + token) * job->query_heads + head) * wide;
+    for (int64_t j = 0; j < wide; j += LANES) {
+        __m512 x = _mm512_mul_ps(_mm512_loadu_ps(my->sums + r * wide + j), _mm512_set1_ps(share));
+        _mm256_storeu_si256((__m256i *)(out + j), (__m256i)_mm512_cvtneps_pbh(x));
+    }
+}
+
+// Row r of what is asked is a token's head, or 0 where there is no such token.
+INLINE void take_query(const Job *job, int64_t b, int64_t head, int64_t token, int64_t r, Scratch *my) {
+    int64_t half = job->dim / 2;
+    const uint16_t *query = job->query + b * job->query_row + head * job->query_head + token * job->query_slot;
+    if (token < job->fresh) memcpy(my->asked + r * half, query, half * 4);
+    else memset(my->asked + r * half, 0, half * 4);
+    my->most[r] = -INFINITY, my->total[r] = 0;
+    memset(my->sums + r * job->wide, 0, job->wide * sizeof(float));
 }
 
 // The part from `inside` on of a block of a head's queries.
@@ -181,13 +203,7 @@ static void one_part(const Job *job, int64_t b, int64_t head, int64_t block, int
     rows = job->fresh - from < rows ? job->fresh - from : rows;
     if (rows <= 0) return;
     int64_t whole = (rows + FEW - 1) / FEW * FEW;
-    const uint16_t *asked = job->query + b * job->query_row + head * job->query_head + from * job->query_slot;
-    for (int64_t r = 0; r < whole; r++) {
-        if (r < rows) memcpy(my->asked + r * half, asked + r * job->query_slot, half * 4);
-        else memset(my->asked + r * half, 0, half * 4);
-        my->most[r] = -INFINITY, my->total[r] = 0;
-    }
-    memset(my->sums, 0, whole * job->wide * sizeof(float));
+    for (int64_t r = 0; r < whole; r++) take_query(job, b, head, r < rows ? from + r : job->fresh, r, my);
     const uint32_t *keys = job->pairs + (b * job->heads + head / groups) * job->places * (job->dim + job->wide) / 2;
     const uint32_t *values = keys + job->places * half;
     int64_t item = (b * job->sets + head / (job->query_heads / job->sets)) * job->query_blocks + block;
@@ -196,17 +212,34 @@ static void one_part(const Job *job, int64_t b, int64_t head, int64_t block, int
         for (int64_t at = first; at < end; at += TILE) {
             int64_t low = job->pad - at, size = end - at < TILE ? end - at : TILE;
             if (low >= size) continue;
-            Tile tile = {keys + at * half, values + at / 2 * job->wide, size, low > 0 ? low : 0, -1};
+            Tile tile = {keys + at * half, values + at / 2 * job->wide, size, low > 0 ? low : 0, ALL, 1};
             meet_sized(job, &tile, whole, my);
         }
     }
     int64_t diagonal = job->pad + job->length - job->fresh + block * job->queries;
     for (int64_t at = diagonal; at < diagonal + inside + rows; at += TILE) {
         int64_t low = job->pad - at, own = diagonal + inside - at;
-        Tile tile = {keys + at * half, values + at / 2 * job->wide, TILE, low > 0 ? low : 0, own};
+        Tile tile = {keys + at * half, values + at / 2 * job->wide, TILE, low > 0 ? low : 0, own, 1};
         meet_sized(job, &tile, whole, my);
     }
-    write_out(job, b, head, from, rows, my);
+    for (int64_t r = 0; r < rows; r++) write_row(job, b, head, from + r, r, my);
+}
+
+// All queries of a KV head, few of each head: row r is that of token r / groups.
+static void few_of_head(const Job *job, int64_t row, Scratch *my) {
+    int64_t b = row / job->heads, h = row % job->heads, groups = job->query_heads / job->heads, half = job->dim / 2;
+    int64_t rows = job->fresh * groups, whole = (rows + FEW - 1) / FEW * FEW;
+    const uint16_t *keys = job->keys + b * job->key_row + h * job->key_head;
+    const uint16_t *values = job->values + b * job->value_row + h * job->value_head;
+    uint32_t *theirs = my->tile + TILE * half;
+    for (int64_t r = 0; r < whole; r++) take_query(job, b, h * groups + r % groups, r / groups, r, my);
+    for (int64_t at = 0; at < job->length; at += TILE) {
+        lay_out_keys(keys, job->key_slot, at, TILE, job->length, half, my->tile);
+        lay_out_values(values, job->value_slot, at, job->length, job->wide, theirs);
+        Tile tile = {my->tile, theirs, TILE, 0, job->length - job->fresh - at, groups};
+        meet_sized(job, &tile, whole, my);
+    }
+    for (int64_t r = 0; r < rows; r++) write_row(job, b, h * groups + r % groups, r / groups, r, my);
 }
 
 INLINE char *part_of(char **at, int64_t bytes) {
@@ -224,6 +257,7 @@ static int64_t divide(const Job *job, char *scratch, Scratch *my) {
     my->most = (float *)part_of(&at, PART * 4);
     my->total = (float *)part_of(&at, PART * 4);
     my->shrink = (float *)part_of(&at, PART * 4);
+    my->tile = (uint32_t *)part_of(&at, TILE * (job->dim + job->wide) * 2);
     return at - scratch;
 }
 
@@ -233,19 +267,23 @@ int64_t scratch_of(const Job *job) {
     return divide(job, 0, &my);
 }
 
+INLINE int number_of_thread(void) {
+#ifdef _OPENMP
+    extern int omp_get_thread_num(void);
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
 void read_blocks(const Job *job, int64_t threads) {
     int64_t rows = job->batch * job->heads, tiles = job->places / TILE, items = job->batch * job->query_heads;
     Scratch sized;
     int64_t bytes = divide(job, 0, &sized);
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
     {
-        int thread = 0;
-#ifdef _OPENMP
-        extern int omp_get_thread_num(void);
-        thread = omp_get_thread_num();
-#endif
         Scratch my;
-        divide(job, job->scratch + thread * bytes, &my);
+        divide(job, job->scratch + number_of_thread() * bytes, &my);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < rows * tiles; i++) lay_out(job, i / tiles, i % tiles * TILE);
         // The last queries see most, and come first.
@@ -257,6 +295,19 @@ void read_blocks(const Job *job, int64_t threads) {
         }
     }
 }
+
+void read_few(const Job *job, int64_t threads) {
+    int64_t rows = job->batch * job->heads;
+    Scratch sized;
+    int64_t bytes = divide(job, 0, &sized);
+#pragma omp parallel num_threads((int)threads) if (threads > 1 && rows > 1)
+    {
+        Scratch my;
+        divide(job, job->scratch + number_of_thread() * bytes, &my);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t row = 0; row < rows; row++) few_of_head(job, row, &my);
+    }
+}
 #else
 int64_t scratch_of(const Job *job) {
     (void)job;
@@ -264,4 +315,6 @@ int64_t scratch_of(const Job *job) {
 }
 
 void read_blocks(const Job *job, int64_t threads) { (void)job, (void)threads; }
+
+void read_few(const Job *job, int64_t threads) { (void)job, (void)threads; }
 #endif

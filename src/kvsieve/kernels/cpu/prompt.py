@@ -1,4 +1,4 @@
-"""Python interface of the C kernel for a prompt's attention over chosen key blocks, with AVX-512 BF16."""
+"""Python interface of the C kernels for attention of a prompt and of a few tokens, with AVX-512 BF16."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from kvsieve.kernels.cpu.build import function, threaded
+from kvsieve.kernels.cpu.cores import asked_threads
 from kvsieve.kernels.inputs import PromptGrid, Terms
 
 # Entries that the kernel processes at a time; see prompt.c.
 _TILE = 128
+# Queries of a KV head that the kernel of few tokens takes; entries from which on a KV row is worth several threads.
+_FEW, _LONG = 128, 1024
 # Sizes of blocks, and channels of keys and values, are multiples of these.
 _BLOCK, _KEY, _VALUE = 64, 2, 16
 
@@ -35,13 +38,26 @@ def takes(query: Tensor, values: Tensor, grid: PromptGrid, scale: float) -> bool
     return half and grid.block % _BLOCK == 0 and query.shape[-1] % _KEY == 0 and values.shape[-1] % _VALUE == 0
 
 
+def why_not_few(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> str | None:
+    """Return the reason why the kernel of a few tokens does not take these, all entries real; None where it does."""
+    if not (query.is_cpu and query.dtype == keys.dtype == values.dtype == torch.bfloat16 and scale > 0):
+        return "it is for CPUs, in bfloat16"
+    if query.shape[1] // keys.shape[1] * query.shape[2] > _FEW:
+        return f"a KV head has more than {_FEW} queries"
+    if query.shape[-1] % _KEY or values.shape[-1] % _VALUE:
+        return "channels make no whole vectors"
+    if keys.shape[2] >= _LONG and keys.shape[0] * keys.shape[1] < asked_threads():
+        return "there are more threads than KV rows"
+    return reason()
+
+
 @functools.cache
 def reason() -> str | None:
     """Return why the kernel does not run on this machine, or None if it does; compiles it if needed."""
     found = threaded("prompt")
     if found.loaded is None:
         return found.reason
-    return None if _kernels()[1](byref(_PromptFields(dim=_KEY, wide=_VALUE))) else "the compiler has no AVX-512 BF16"
+    return None if _kernels()[2](byref(_PromptFields(dim=_KEY, wide=_VALUE))) else "the compiler has no AVX-512 BF16"
 
 
 def block_attention(
@@ -80,14 +96,56 @@ def block_attention(
         scale,
         cap or 0.0,
     )
-    read, needed = _kernels()
-    threads = torch.get_num_threads()
-    scratch = torch.empty(needed(byref(fields)) * threads, dtype=torch.uint8)
-    fields.scratch = scratch.data_ptr()
-    read(byref(fields), threads)
+    _run(_kernels()[0], fields)
     return out.transpose(1, 2)
 
 
+def few_attention(query: Tensor, keys: Tensor, values: Tensor, *, scale: float, terms: Terms | None = None) -> Tensor:
+    """Causal attention of the last few of N entries over all N; all queries of a KV head meet its keys at once.
+
+    Args:
+        query: [B, Hq, L, D], as `why_not_few` takes them.
+        keys: [B, H, N, D].
+        values: [B, H, N, Dv].
+        scale: factor of the query-key products.
+        terms: cap and sinks; None for neither.
+
+    Returns:
+        [B, Hq, L, Dv].
+    """
+    batch, query_heads, new, dim = query.shape
+    query, keys, values = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, keys, values))
+    sinks = None if terms is None or terms.sinks is None else terms.sinks.float().contiguous()
+    out = query.new_empty(batch, new, query_heads, values.shape[-1])
+    fields = _PromptFields(
+        *(each.data_ptr() for each in (query, keys, values, out)),
+        sinks=None if sinks is None else sinks.data_ptr(),
+        batch=batch,
+        query_heads=query_heads,
+        heads=keys.shape[1],
+        fresh=new,
+        length=keys.shape[2],
+        dim=dim,
+        wide=values.shape[-1],
+        scale=scale,
+        cap=(None if terms is None else terms.softcap) or 0.0,
+    )
+    for name, part in (("query", query), ("key", keys), ("value", values)):
+        for dimension, stride in zip(("row", "head", "slot"), part.stride(), strict=False):
+            setattr(fields, f"{name}_{dimension}", stride)
+    _run(_kernels()[1], fields)
+    return out.transpose(1, 2)
+
+
+def _run(kernel: Callable[..., None], fields: _PromptFields) -> None:
+    threads = torch.get_num_threads()
+    scratch = torch.empty(_kernels()[2](byref(fields)) * threads, dtype=torch.uint8)
+    fields.scratch = scratch.data_ptr()
+    kernel(byref(fields), threads)
+
+
 @functools.cache
-def _kernels() -> tuple[Callable[..., None], Callable[..., int]]:
-    return function("prompt", "read_blocks"), function("prompt", "scratch_of", c_void_p, returns=c_int64)
+def _kernels() -> tuple[Callable[..., None], Callable[..., None], Callable[..., int]]:
+    """Return what reads blocks, what reads few tokens, and what tells the scratch that a thread needs for either."""
+    needed = function("prompt", "scratch_of", c_void_p, returns=c_int64)
+    return function("prompt", "read_blocks"), function("prompt", "read_few"), needed

@@ -1,0 +1,79 @@
+"""Base of the cache's layers: the verbs that every layer has, whatever it holds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from kvsieve.attention import Window
+from kvsieve.cache import LayerMemory, View
+from kvsieve.cache.tensors import tensors_in
+
+
+class AnyLayer:
+    """Facts and copies that every layer of a cache has, whatever it holds.
+
+    Attributes:
+        is_growing: stores all entries less those that the plan drops.
+        is_latent: these are latents.
+        has_state: carries recurrent state.
+        window: what it sees, where that is a window or a chunk.
+        source: index of the layer whose entries it reads, having none of its own.
+        view: what this turn's answer reads, where that is less than what is stored.
+        saved: names of what is written to files beside entries and state.
+    """
+
+    is_growing = False
+    is_latent = False
+    has_state = False
+    window: Window | None = None
+    source: int | None = None
+    view: View | None = None
+    saved: tuple[str, ...] = ()
+
+    @property
+    def memory(self) -> LayerMemory | None:
+        """The entries; None for a layer that stores none."""
+        return None
+
+    def states(self) -> dict[str, Any]:
+        """Return all that the recurrent state consists of, by the names transformers has for it."""
+        return {}
+
+    def state_tensors(self) -> Iterator[Tensor]:
+        """Every tensor of the recurrent state."""
+        yield from tensors_in(self.states())
+
+    def all_tensors(self) -> Iterator[Tensor]:
+        """Every tensor held; the first one has as many rows as the batch."""
+        yield from self.state_tensors()
+        if self.memory is not None:
+            yield from self.memory.all_tensors()
+
+    def fork(self, share: bool = False) -> Self:
+        """Copy it; see SieveCache.fork. Recurrent state is never shared."""
+        return copy.copy(self)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Make row i a copy of row ``rows[i]``."""
+
+    def take_rows(self, layers: Sequence[AnyLayer]) -> None:
+        """Take up a recurrent state of which row i is that of ``layers[i]``."""
+
+    def make_way(self, tokens: int) -> None:
+        """Drop what left the window, so that nothing more is dropped while `tokens` further tokens are stored."""
+
+    def drop_unseen(self, *, at_once: bool) -> None:
+        """Drop what no token to come can see; unless `at_once`, only when there is much of it."""
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        first = next(self.all_tensors(), None)
+        if first is not None:
+            self.reorder(torch.arange(len(first)).repeat_interleave(repeats))

@@ -1,0 +1,31 @@
+"""The state of a cache at one moment."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from kvsieve.hf.cache.copies import Unpicklable
+from kvsieve.hf.cache.owner import Owner
+from kvsieve.hf.cache.records import Conversation
+from kvsieve.hf.cache.states import CacheLayer
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Snapshot(Unpicklable):
+    """A conversation at one moment; see SieveCache.snapshot. Shares the buffers that the cache had then.
+
+    Attributes:
+        cache: the cache it was taken of.
+        owner: whom it belonged to.
+        conversation: where it stood.
+        layers: copies of the cache's layers.
+    """
+
+    cache: weakref.ref[Any]
+    owner: Owner
+    conversation: Conversation
+    layers: list[CacheLayer]
+
+    _instead = "save the cache with sieve.save(cache, path) after a rollback to it"

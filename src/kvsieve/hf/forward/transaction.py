@@ -1,0 +1,189 @@
+"""Passes over several tokens of an answer: each acts as if it had come alone, and the last ones can be taken back.
+
+Recurrent states hold no entries that could be dropped, and an evictor that weighs layers against each other acts on the
+first layer when the last one has attended: there a pass over several tokens is one over each; see one_by_one.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvsieve.attention import AttentionRequest
+from kvsieve.cache import LayerMemory
+from kvsieve.core.checks import look
+from kvsieve.hf.cache.counts import Reads
+from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
+from kvsieve.hf.forward.request import Asked
+from kvsieve.hf.forward.session import Session
+from kvsieve.hf.forward.sparse_read import attend_noted, count_all, stored_entries
+from kvsieve.hf.forward.tentative import Transaction
+from kvsieve.hf.forward.travel import Tokens
+from kvsieve.hf.forward.windows import attend_window
+
+# What a layer was given: queries, keys, values, and the hidden states that entered it where an evictor asks for them.
+Given = tuple[Asked, Tensor, Tensor, Tensor | None]
+
+
+@dataclass
+class AnswerSession(Session):
+    """State of a pass over tokens of an answer: several, or those of a tentative pass.
+
+    Layers that only add entries attend to all of them in one call, where a kernel can. In the others every token is
+    stored, attends, is observed, evicts and is encoded after the one before it.
+
+    Attributes:
+        steps: a session for each token.
+        before: layers of a tentative pass that do more than add entries, as they were before it.
+        given: what these layers were given.
+        evicted: layers that had dropped entries in this turn before the pass.
+    """
+
+    steps: list[Session] = field(init=False)
+    before: dict[int, SieveLayer] = field(default_factory=dict)
+    given: dict[int, Given] = field(default_factory=dict)
+    evicted: set[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.evicted, tokens = set(self.cache.turn.record.evicted), self.tokens
+        self.steps = [
+            self.step_at(at, tokens.part(slice(at, at + 1)), tokens.part(slice(0, at + 1)).counts)
+            for at in range(tokens.size)
+        ]
+
+    def step_at(self, at: int, token: Tokens, real: Sequence[int]) -> Session:
+        """Return a session for the token at a place of the pass; real: tokens of each row up to this one."""
+        step, mask = self.step, self.cache.conversation.mask
+        since = [count - new for count, new in zip(real, self.tokens.counts, strict=True)]
+        if mask is not None and self.order is None:
+            mask = mask[:, : step.start + at + 1]
+        alone = dataclasses.replace(
+            step,
+            start=step.start + at,
+            num_new=1,
+            lengths=tuple(length + count for length, count in zip(step.lengths, since, strict=True)),
+            turn_lengths=tuple(length + count for length, count in zip(step.turn_lengths, since, strict=True)),
+            mask=mask,
+        )
+        session = Session(self.plan, None, self.cache, alone, token, self.model, self.request, ahead=at)
+        session.reads = Reads(executors=self.reads.executors)
+        return session
+
+    def attend(self, index: int, layer: StoreLayer, asked: Asked, key: Tensor, value: Tensor) -> Tensor:
+        self.check_queries(index, asked)
+        tentative = self.request.tentative
+        if isinstance(layer, WindowLayer):
+            out = attend_window(layer, asked, key, value, self.tokens, self.cache.conversation.mask)
+            self.lend(index, layer, key, changes=not tentative)
+            if not tentative:
+                # Else once it is known which tokens stay.
+                layer.drop_unseen(at_once=False)
+            return out
+        assert isinstance(layer, SieveLayer)
+        appends = self._appends(layer)
+        if tentative and not appends:
+            self.before[index] = layer.fork(share=True)
+            self.given[index] = asked, key, value, self.hidden
+        if appends and self.plan.read is None and layer.view is None and not layer.store.is_ragged:
+            out = self._attend_at_once(index, layer, asked, key, value)
+        else:
+            out = torch.cat(self._one_by_one(index, layer, (asked, key, value, self.hidden), self.steps), 2)
+        # Layers that share its entries find them by these keys; see shared_kv.py.
+        self.lend(index, layer, key, changes=False)
+        return out
+
+    def _appends(self, layer: SieveLayer) -> bool:
+        """True where these tokens do nothing to a layer but add their entries."""
+        if self.when.steps is not None or self.request.on_layer is not None:
+            return False
+        return self.plan.codec is None or not layer.may_encode(self.plan.codec, self.tokens.size)
+
+    def _attend_at_once(self, index: int, layer: SieveLayer, asked: Asked, key: Tensor, value: Tensor) -> Tensor:
+        tokens, store = self.tokens, layer.store
+        room = self.cache.turn.room(self.end, tokens.size)
+        if self.plan.codec is not None:
+            room = min(room, self.plan.codec.block)
+        store.append(key.detach(), value.detach(), tokens.token_index, tokens.valid, tokens.counts, room)
+        return asked.output(self.read_all(index, store, asked.stored))
+
+    def read_all(self, index: int, store: LayerMemory, asked: Asked) -> Tensor:
+        """Let every token attend to all that a store held when it came, in one call."""
+        for step in self.steps:
+            count_all(store, step.reads, self.tokens.size - 1 - step.ahead)
+        return attend_noted(self.reads, index, AttentionRequest(asked, stored_entries(store)))
+
+    @staticmethod
+    def _one_by_one(index: int, layer: SieveLayer, given: Given, steps: Sequence[Session]) -> list[Tensor]:
+        """Let a layer take in the first tokens of what it was given, one after another: their outputs."""
+        asked, key, value, hidden = given
+        outs = []
+        for at, step in enumerate(steps):
+            one = slice(at, at + 1)
+            step.hidden = None if hidden is None else hidden[:, one]
+            outs.append(step.attend(index, layer, asked.part(one), key[:, :, one], value[:, :, one]))
+            lent = step.lent.get(index)
+            if lent is not None and lent[0] is layer:
+                # Layers that share its entries must not see those of later tokens.
+                step.lent[index] = layer.fork(share=True), lent[1]
+        return outs
+
+    def finish(self) -> None:
+        """Look at what the tokens have computed, and count what they have read."""
+        for step in self.steps:
+            look(step.checks)
+            self.reads.add(step.reads)
+
+    def take_back(self, counts: Sequence[int]) -> None:
+        """Leave the first tokens of each row, as if the others had never been fed; the pass is over.
+
+        counts: how many, of each row. One with fewer than another has padding in the columns that the other keeps.
+        """
+        cache, size, most = self.cache, self.tokens.size, max(counts)
+        conversation, turn = cache.conversation, cache.turn
+        for step in self.steps[most:]:
+            self.reads.add(step.reads, -1)
+        self.reads.tokens -= size - most
+        turn.decoded -= size
+        turn.record.evicted = set(self.evicted)
+        conversation.take_back(self.step.start, counts, self.tokens.token_index.device)
+        gone = [size - count for count in counts]
+        for index, layer in enumerate(cache.all_layers):
+            if index not in self.before and layer.memory is not None:
+                layer.memory.drop_last(gone)
+        steps = [self._replayed(at, counts) for at in range(most)]
+        for index, before in self.before.items():
+            layer = cache.sieve_layers[index]
+            layer.take_over(before)
+            self._one_by_one(index, layer, self.given[index], steps)
+        for step in steps:
+            look(step.checks)
+        turn.decoded += most
+        cache.advance(most - size)
+
+    def _replayed(self, at: int, counts: Sequence[int]) -> Session:
+        """Return a session by which a token is stored again, in the rows that keep it."""
+        token = self.tokens.part(slice(at, at + 1))
+        stays = [at < count for count in counts]
+        if not all(stays):
+            valid = torch.tensor(stays, device=token.token_index.device)[:, None]
+            token = Tokens(token.token_index, valid, tuple(map(int, stays)))
+        return self.step_at(at, token, [min(at + 1, count) for count in counts])
+
+
+class PassTransaction(Transaction):
+    """A pass over all tokens at once."""
+
+    def __init__(self, session: AnswerSession) -> None:
+        super().__init__(session.cache, session.tokens.size)
+        self._session = session
+
+    def _check(self, counts: tuple[int, ...]) -> None:
+        """Nothing to check: rows are replayed alone."""
+
+    def _take_back(self, counts: tuple[int, ...]) -> None:
+        self._session.take_back(counts)
