@@ -19,18 +19,8 @@ def reference_attention(
 ) -> Tensor:
     """Causal attention of the last L of N entries over all N, one query head at a time, in float64.
 
-    Entry j is visible to query i when j <= N - L + i and j is valid; every query sees itself.
-
-    Args:
-        query: [B, Hq, L, D].
-        keys: [B, H, N, D].
-        values: [B, H, N, Dv].
-        scale: factor of the query-key products.
-        valid: bool [B, H or 1, N], False for padding; None when all entries are real.
-        terms: cap and sinks; None for neither.
-
-    Returns:
-        [B, Hq, L, Dv] in the dtype of `query`.
+    Shapes are those of `attention.request`; the result is [B, Hq, L, Dv], in the dtype of `query`. Every query sees
+    itself, also one that is not valid.
     """
     batch, query_heads, new, _ = query.shape
     heads, length = keys.shape[1], keys.shape[2]
