@@ -109,3 +109,15 @@ def test_commands(tmp_path, model, tokenizer, capsys):
     file.write_bytes(file.read_bytes()[:-1])
     assert "1 damaged files were moved to" in call("store", "verify", store, code=1)
     assert "1 nodes deleted" in call("store", "rm", store, "--all")
+
+
+def test_a_prompt_that_was_stopped_goes_on_where_it_was(model, tokenizer):
+    def stop(done, total):
+        if done >= 128:
+            raise KeyboardInterrupt
+
+    with kvsieve.attach(model, kvsieve.plan("full"), tokenizer=tokenizer) as sieve, PrefixStore() as store:
+        chat = sieve.chat(tokenizer, store=store, **PLAIN)
+        with pytest.raises(KeyboardInterrupt):
+            chat.ask(DOCUMENT, progress=stop)
+        assert "128 of " in chat.ask(DOCUMENT).stats.notes[-1]

@@ -11,6 +11,7 @@ from kvsieve.hf.reuse import StoredPrefixes
 from kvsieve.store import PrefixStore, held
 from kvsieve.store.forest import Forest
 from kvsieve.store.rules import Reuse
+from small import plan_of
 from tiny import tiny_prompt
 from tiny_models import build
 
@@ -112,14 +113,18 @@ def test_borders_are_not_compared_with_what_came_before(sieve, monkeypatch):
 
 
 def test_borders_of_a_long_prompt(sieve, monkeypatch):
-    """Twice as long a prompt has one border more, and what each of them copies is what is new."""
+    """Chunks that have doubled are one where prefixes are not cut from longer ones; and a border copies what is new."""
     monkeypatch.setattr(reuse, "LAST", 8)
     copied = counting(monkeypatch, held, "_own")
-    for count, borders in ((100, 3), (200, 4)):
+
+    def borders(sieve, count):
         del copied[:]
         with PrefixStore() as store:
             StoredPrefixes(store).generate(sieve, tokens(6, count), chunk=8, max_new_tokens=1, do_sample=False)
-            # The last is the end of the turn.
-            assert store.stats().added - 1 == borders
-        keys = [part for (part,) in copied if part.ndim == 4]
-        assert sum(part.shape[2] for part in keys) == count * 2 * sieve.num_layers
+            return store.stats().added
+
+    # With the end of the turn, of which the plan that acts leaves nothing for others.
+    assert [borders(sieve, count) for count in (100, 200)] == [2, 2]
+    assert sum(part.shape[2] for (part,) in copied if part.ndim == 4) == 200 * 2 * sieve.num_layers
+    with kvsieve.attach(build("llama"), plan_of("fastkv", build("llama"))) as fastkv:
+        assert [borders(fastkv, count) for count in (100, 200)] == [3, 4]

@@ -108,20 +108,21 @@ class StoredPrefixes:
         turns = None if self.session else (len(ids),)
         return self.store.find(sieve, ids, self.owner, turns=turns, leave=leave, chunk=chunk)
 
-    def is_border(self, cache: SieveCache, chunk: int | None, last: bool) -> bool:
-        """Return True if the prefix that a cache has read is to be stored: the last one, or where chunks have doubled.
+    def is_border(self, plan: Plan, cache: SieveCache, chunk: int | None, last: bool) -> bool:
+        """Return True if the prefix that a cache has read is to be stored: the last one, or one not cut from a longer.
 
-        So an interrupted prompt has half of itself stored, and storing all borders costs at most twice the last one.
+        Of the latter those are stored where the chunks read have doubled, or every few with recurrent layers.
 
         Args:
-            cache: between two passes over a prompt.
+            plan: of the prompt.
+            cache: between two passes over it.
             chunk: tokens per forward pass, None for all at once.
             last: True in front of the prompt's last pass.
         """
         chunks = 0 if chunk is None else cache.num_seen // chunk
-        doubled = chunks > 0 and chunks & (chunks - 1) == 0
-        often = cache.has_state and chunks > 0 and chunks % STATES == 0
-        return (last or doubled or often) and cache.num_seen >= LEAST and not self.session
+        often = chunks & (chunks - 1) == 0 or (cache.has_state and chunks % STATES == 0)
+        inner = chunks > 0 and often and (cache.forgets or not may_cut(plan))
+        return (last or inner) and cache.num_seen >= LEAST and not self.session
 
     def add(
         self, sieve: Any, ids: Sequence[int], cache: SieveCache, seconds: float, chunk: int | None, *, anew: bool = True
@@ -156,11 +157,19 @@ class StoredPrefixes:
         before = 0.0 if found is None else found.seconds
         start, searched = cache.num_seen, time.perf_counter()
 
+        def store() -> None:
+            self.add(sieve, known, cache, before + time.perf_counter() - searched, chunk)
+
         def border(done: int, length: int) -> None:
-            if self.is_border(cache, chunk, last=done == length):
-                self.add(sieve, known, cache, before + time.perf_counter() - searched, chunk)
-            if progress is not None:
-                progress(start + done, total)
+            if self.is_border(sieve.plan, cache, chunk, last=done == length):
+                store()
+            try:
+                if progress is not None:
+                    progress(start + done, total)
+            except BaseException:
+                # Whoever stops a long prompt may ask again.
+                store()
+                raise
 
         # Chunks behind the last border end where they would without one.
         end = start + shared_end(sieve.plan, total - max(LAST, sieve.plan.queries(total)) - start, chunk)
@@ -205,6 +214,16 @@ def answer(sieve: Any, ids: Tensor, options: dict[str, Any], store: PromptStore 
 def acts_at_end(plan: Plan) -> bool:
     """Return True if the end of a prompt matters to a plan: it drops, encodes or chooses then what is read."""
     return plan.drops or plan.is_view or plan.codec is not None or plan.prefill is not None
+
+
+def may_cut(plan: Plan) -> bool:
+    """Return True if the beginning of what a plan holds exactly is what it would hold having read no more.
+
+    What a sparse prompt's tokens have attended to depends on where its passes and its end were, and evictors of chunks
+    have acted before; propagators are given the hidden states of a whole prompt, which are not stored.
+    """
+    evicts_chunks = plan.evict is not None and plan.evict.when.chunks
+    return plan.prefill is None and plan.propagate is None and not evicts_chunks
 
 
 def why_not(model: AttachedModel) -> str | None:

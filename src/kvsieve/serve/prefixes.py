@@ -74,11 +74,10 @@ class ServerPrefixes(Prefixes):
         return self._of(order).find(sieve, order.ids, chunk)
 
     def at_border(self, reading: PromptReader, left: int) -> None:
-        cache, chunk = reading.cache, reading.chunk
+        plan, cache, chunk = reading.sieve.plan, reading.cache, reading.chunk
         # The whole prompt is stored before it is answered, and serves shorter ones where nothing has been dropped.
-        last = left <= chunk and (cache.forgets or acts_at_end(reading.sieve.plan))
-        policy = self._of(reading.ticket.order)
-        if policy.is_border(cache, chunk, last):
+        last = left <= chunk and (cache.forgets or acts_at_end(plan))
+        if self._of(reading.ticket.order).is_border(plan, cache, chunk, last):
             self._put(reading, reading.ticket.order.ids)
 
     def add(self, reading: PromptReader) -> None:

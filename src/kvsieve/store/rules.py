@@ -14,7 +14,7 @@ from kvsieve.hf import reuse
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.states import CacheLayer
 from kvsieve.hf.prompt.chunks import keeps_to_chunks, shared_end
-from kvsieve.hf.reuse import acts_at_end
+from kvsieve.hf.reuse import acts_at_end, may_cut
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.plans import Plan
 
@@ -171,7 +171,7 @@ def reuse_of(
     lost = bool(last) and not ends and acts and not plain
     known = None if lost else ends if turns is None else tuple(turns)
     as_prompt = not lost and (not acts or known == ends) and _as_prompts(plan, cache)
-    cut = seen if plain and _may_cut(plan) else 0
+    cut = seen if plain and may_cut(plan) else 0
     if plan.read is not None or plan.is_view:
         # Tokens of an answer have not read all that came before them.
         cut = min(cut, seen if first else ends[0] if conversation.acted and conversation.acted[0][0] == 0 else 0)
@@ -196,16 +196,6 @@ def _as_prompts(plan: Plan, cache: SieveCache) -> bool:
             return False
         before = end
     return not apart or before == (cache.turn.start if cache.conversation.half_read else cache.num_seen)
-
-
-def _may_cut(plan: Plan) -> bool:
-    """Return True if the beginning of what a plan holds exactly is what it would hold having read no more.
-
-    What a sparse prompt's tokens have attended to depends on where its passes and its end were, and evictors of chunks
-    have acted before; propagators are given the hidden states of a whole prompt, which are not stored.
-    """
-    evicts_chunks = plan.evict is not None and plan.evict.when.chunks
-    return plan.prefill is None and plan.propagate is None and not evicts_chunks
 
 
 def is_plain(cache: SieveCache) -> bool:
