@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 
 import kvsieve
+from kvsieve.decoding import loop
 from kvsieve.errors import InputError, UnsupportedOptionError
 from kvsieve.eval.evaluator import Evaluator
 from kvsieve.eval.outcome import compared_places
@@ -160,6 +162,13 @@ def test_decode_time_eviction_acts_in_the_answer_and_in_its_distances(model, eva
         assert outcome.answers == [by_itself(model, evaluator, plan, prompt, limit=36)], plan.name
     assert rolls.answers != stays.answers and abs(rolls.kl - stays.kl) > 1e-6
     assert rolls.record.kept == stays.record.kept and rolls.kl_last == stays.kl_last
+
+
+def test_an_answer_across_several_changes_of_rotary_tables_is_the_same(evaluator, monkeypatch):
+    sample, calls = Sample(CONTEXT, (turn(5, 6, 7),)), itertools.count()
+    wanted = [each.answers for each in evaluator.run(sample, PLANS[:1] * 3, "visible")]
+    monkeypatch.setattr(loop, "crosses", lambda model, cache: next(calls) % 3 == 2)
+    assert [each.answers for each in evaluator.run(sample, PLANS[:1] * 3, "visible")] == wanted
 
 
 def test_distances_are_taken_throughout_a_long_answer():
