@@ -13,10 +13,9 @@ import kvsieve
 from kvsieve import loading, registry
 from kvsieve.cli.specs import compared_specs, make_run
 from kvsieve.errors import KvsieveWarning
-from kvsieve.eval.cells import on_model, settings
+from kvsieve.eval.cells import on_model, settings, unlike_settings
 from kvsieve.eval.results import Results
 from kvsieve.eval.tables import settings_table
-from kvsieve.eval.unlike import unlike_settings
 from kvsieve.methods import SnapKV
 from kvsieve.profiles import Fingerprint, Profile, keep_profile, load_profile
 from kvsieve.settled import settled_role

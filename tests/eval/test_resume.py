@@ -10,7 +10,7 @@ import pytest
 
 from forked import forked
 from kvsieve.cli.main import run_cli
-from kvsieve.eval.packed import contents
+from kvsieve.eval.rows import contents
 
 pytestmark = pytest.mark.slow
 

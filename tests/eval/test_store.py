@@ -15,8 +15,8 @@ from kvsieve import folders
 from kvsieve.errors import InputError, KvsieveError, PlanError
 from kvsieve.eval import store
 from kvsieve.eval.cells import settings
-from kvsieve.eval.packed import contents, packed_name
 from kvsieve.eval.results import load
+from kvsieve.eval.rows import contents, packed_name
 from kvsieve.eval.store import ResultsWriter, writing
 from kvsieve.tasks.haystack import load_haystack, text_digest
 from tiny_models import build

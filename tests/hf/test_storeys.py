@@ -21,7 +21,7 @@ STOREYS = (
     ("forward",),
     ("decode",),
     ("runtime",),
-    ("hooks", "prompt", "persist", "kept", "rows"),
+    ("hooks", "prompt", "persist", "kept"),
     ("generate",),
     ("reuse",),
     ("chat",),

@@ -13,7 +13,6 @@ import kvsieve
 from kvsieve.decoding import loop
 from kvsieve.decoding.asked import Sampling
 from kvsieve.hf.attach import attached
-from kvsieve.hf.rows import feed_rows
 from kvsieve.plans import Plan
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.plan_sieves import PlanSieves, plan_key
@@ -265,7 +264,7 @@ def test_answers_whose_caches_a_failed_pass_has_changed_all_end(scheduler, sieve
     def fails(model, part):
         hook = model.layers[-1].register_forward_pre_hook(lambda *given: 1 / 0)
         try:
-            feed_rows(model, [rows.cache for rows in part], torch.tensor([5] * len(part)))
+            loop.feed_rows(model, [rows.cache for rows in part], torch.tensor([5] * len(part)))
         finally:
             hook.remove()
 

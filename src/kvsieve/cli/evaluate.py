@@ -171,10 +171,10 @@ def eval_command(
     check_device(device)
 
     from kvsieve.devices import auto_dtype
+    from kvsieve.eval.cells import warn_unlike
     from kvsieve.eval.evaluator import Evaluator
     from kvsieve.eval.runner import run_grid
     from kvsieve.eval.store import writing
-    from kvsieve.eval.unlike import warn_unlike
     from kvsieve.hf.model.context import context_of
     from kvsieve.hf.model.support import check_model
     from kvsieve.models.fetch import MODEL_NAME
@@ -206,8 +206,8 @@ def eval_command(
 
 
 def _print_results(out: Path, as_json: bool) -> None:
-    from kvsieve.eval.packed import packed_name
     from kvsieve.eval.results import load
+    from kvsieve.eval.rows import packed_name
 
     results = load(out)
     if as_json:

@@ -9,11 +9,10 @@ from typing import Any, Protocol
 
 from kvsieve.budget import Budget
 from kvsieve.errors import InputError, short
-from kvsieve.eval.cells import MethodSetting, setting
+from kvsieve.eval.cells import MethodSetting, setting, warn_unlike
 from kvsieve.eval.grid import QUESTIONS, Grid
 from kvsieve.eval.outcome import Outcome, sample_row
 from kvsieve.eval.rows import Row
-from kvsieve.eval.unlike import warn_unlike
 from kvsieve.hf.model.context import context_of
 from kvsieve.plans import Plan
 from kvsieve.report.labels import FULL

@@ -11,8 +11,19 @@ from typing import Any
 
 from kvsieve.errors import InputError, short
 from kvsieve.eval.aggregate import labels_of
-from kvsieve.eval.packed import contents, how_to_mend, read_bytes
-from kvsieve.eval.rows import COST_FIELDS, NUMBER, SAMPLE_FIELDS, SAMPLE_KEY, Row, groups, row_problem, unsealed
+from kvsieve.eval.rows import (
+    COST_FIELDS,
+    NUMBER,
+    SAMPLE_FIELDS,
+    SAMPLE_KEY,
+    Row,
+    contents,
+    groups,
+    how_to_mend,
+    read_bytes,
+    row_problem,
+    unsealed,
+)
 from kvsieve.report.labels import distinct
 
 FORMAT = 1

@@ -1,15 +1,19 @@
-"""Rows of a results directory: the fields each has, and a line of JSON with a checksum for each."""
+"""Rows of a results directory: the fields of each, its line of JSON with a checksum, and packed files of lines."""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import io
 import json
 import math
 import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from kvsieve.errors import short
+from kvsieve.errors import InputError, short
 
 NUMBER = (int, float)
 SAMPLE_FIELDS: dict[str, Any] = {
@@ -124,3 +128,52 @@ def cut_documents(rows: Iterable[Row]) -> list[str]:
         for (task, length), found in cuts.items()
         if any(found.values())
     ]
+
+
+def packed_name(file: Path) -> Path:
+    """Where the packed rows of `file` are."""
+    return file.with_name(f"{file.name}.gz")
+
+
+def packed(data: bytes) -> bytes:
+    """Compress, to bytes that depend on the data alone."""
+    buffer = io.BytesIO()
+    with gzip.GzipFile(filename="", mode="wb", compresslevel=9, fileobj=buffer, mtime=0) as out:
+        out.write(data)
+    return buffer.getvalue()
+
+
+def contents(file: Path) -> list[tuple[Path, bytes]]:
+    """Packed and plain rows of `file`, those that are there, each with the name of its own file.
+
+    Raises InputError for a file that cannot be read, and for a packed one that is damaged.
+    """
+    # The plain file first: a run that ends now puts its rows into the packed one before it deletes it.
+    plain, name = read_bytes(file), packed_name(file)
+    compressed = read_bytes(name)
+    found = [] if compressed is None else [(name, _unpacked(name, compressed))]
+    return found if plain is None else [*found, (file, plain)]
+
+
+def _unpacked(name: Path, compressed: bytes) -> bytes:
+    try:
+        return gzip.decompress(compressed)
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(
+            f"{name} is damaged ({error}); restore it from a copy, or delete it and run its samples again"
+        ) from error
+
+
+def how_to_mend(file: Path) -> str:
+    """Say how to get rid of a line that is broken."""
+    return "delete the line" if file.suffix != ".gz" else "unpack it with gunzip, delete the line"
+
+
+def read_bytes(file: Path) -> bytes | None:
+    """Contents of a file; None where there is none. Raises InputError."""
+    try:
+        return file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror or error}") from error

@@ -10,9 +10,20 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvsieve.errors import InputError, KvsieveError
-from kvsieve.eval.packed import contents, how_to_mend, packed, packed_name
 from kvsieve.eval.results import FORMAT, read_run
-from kvsieve.eval.rows import COST_FIELDS, SAMPLE_FIELDS, SAMPLE_KEY, Row, finite, sealed, unsealed
+from kvsieve.eval.rows import (
+    COST_FIELDS,
+    SAMPLE_FIELDS,
+    SAMPLE_KEY,
+    Row,
+    contents,
+    finite,
+    how_to_mend,
+    packed,
+    packed_name,
+    sealed,
+    unsealed,
+)
 from kvsieve.eval.texts import other_text, texts_of
 from kvsieve.folders import UNFINISHED, write_whole
 from kvsieve.report.environment import UNRECORDED, environment, weights_digest

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvsieve.eval.aggregate import Cell, CostCell, budgets_of, cells, cost_cells, labels_of, task_means
+from kvsieve.eval.cells import COMPARED, parameter_values
 from kvsieve.eval.intervals import LEVEL, MeanEstimate
 from kvsieve.eval.results import Results
 from kvsieve.eval.rows import Row
 from kvsieve.eval.significance import Place
-from kvsieve.eval.unlike import COMPARED, parameter_values
 from kvsieve.report.labels import FULL, distinct
 from kvsieve.report.tables import Entry, Table
 
