@@ -97,7 +97,7 @@ class BufferedMemory(LayerMemory):
 
     def _has_room(self, end: int) -> bool:
         """True where slots up to `end` may be written to in these buffers."""
-        return self.shared <= self.size and end <= self.capacity
+        return self.shared <= self.size and end <= self.columns["index"].shape[-1]
 
     def _resize(self, capacity: int) -> None:
         self.columns, self.shared = self.columns.grown(self.size, capacity), 0

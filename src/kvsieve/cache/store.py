@@ -78,10 +78,12 @@ class DenseStore(BufferedMemory):
         if valid is not None:
             self.columns = self.columns.with_valid()
         slots = slice(self.size, end)
-        for to, part in zip(self.buffers(), (keys, values, token_index[:, None]), strict=True):
-            to[:, :, slots] = part
-        if self.valid_buffer is not None:
-            self.valid_buffer[:, :, slots] = True if valid is None else valid[:, None]
+        columns = self.columns.parts
+        columns["keys"][:, :, slots] = keys
+        columns["values"][:, :, slots] = values
+        columns["index"][:, :, slots] = token_index[:, None]
+        if "valid" in columns:
+            columns["valid"][:, :, slots] = True if valid is None else valid[:, None]
         self._count_new(batch, new, valid, counts)
         self.size = end
 
