@@ -42,11 +42,6 @@ class BufferedMemory(LayerMemory):
         return self.columns.parts.get("valid")
 
     @property
-    def value_buffer(self) -> Tensor:
-        """Buffer that the values lie in, as the keys do in theirs, slots that are not used included."""
-        return self.buffers()[1]
-
-    @property
     def dtype(self) -> torch.dtype:
         return self.buffers()[0].dtype
 
@@ -74,7 +69,8 @@ class BufferedMemory(LayerMemory):
         return parts["keys"], parts["values"], parts["index"]
 
     def slot_rows(self) -> tuple[SlotRows, SlotRows]:
-        return self.buffers()[0].flatten(0, -2), self.value_buffer.flatten(0, -2)
+        keys, values, _ = self.buffers()
+        return keys.flatten(0, -2), values.flatten(0, -2)
 
     def view(self, slots: Tensor, real: Tensor | None) -> View:
         return View(slots, real, self.size)

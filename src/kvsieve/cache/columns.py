@@ -43,14 +43,13 @@ class Columns:
         """Views of the first `size` slots, by name."""
         return {name: part.narrow(slot_dim(name), 0, size) for name, part in self.parts.items()}
 
-    def grown(self, size: int, capacity: int) -> Self:
-        """Copy of the first `size` slots with room for `capacity`."""
-        return type(self)(**{name: grown(part, slot_dim(name), size, capacity) for name, part in self.parts.items()})
-
-    def moved(self, start: int, size: int, capacity: int) -> Self:
-        """Copy of slots `start` to `size`, moved to the front, with room for `capacity`."""
-        rest = {name: part.narrow(slot_dim(name), start, size - start) for name, part in self.parts.items()}
-        return type(self)(**rest).grown(size - start, capacity)
+    def grown(self, size: int, capacity: int, start: int = 0) -> Self:
+        """Copy of slots `start` to `size`, at the front of `capacity` slots."""
+        used, made = size - start, {}
+        for name, part in self.parts.items():
+            dim = slot_dim(name)
+            made[name] = grown(part.narrow(dim, start, used), dim, used, capacity)
+        return type(self)(**made)
 
     def including(self, **parts: Tensor) -> Self:
         """Columns with other ones, or others in place of these."""

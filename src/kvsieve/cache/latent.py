@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from kvsieve.cache.store import DenseStore
+from kvsieve.core.kv_rows import SlotRows
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.types import Selection
 
@@ -26,9 +27,9 @@ class LatentStore(DenseStore):
     def values(self) -> Tensor:
         return self.keys[..., : self.rank]
 
-    @property
-    def value_buffer(self) -> Tensor:
-        return self.buffers()[0][..., : self.rank]
+    def slot_rows(self) -> tuple[SlotRows, SlotRows]:
+        keys = self.buffers()[0].flatten(0, -2)
+        return keys, keys[:, : self.rank]
 
     def append(
         self,

@@ -158,7 +158,7 @@ class DenseStore(BufferedMemory):
             return
         if self.valid_buffer is None:
             self.lengths = tuple(length - count for length in self.lengths)
-        self.columns = self.columns.moved(count, self.size, self.size - count + reserve)
+        self.columns = self.columns.grown(self.size, self.size - count + reserve, start=count)
         self.shared, self.derived = 0, {}
         self.size = self.kept = self.size - count
         if self.valid is not None:

@@ -25,6 +25,11 @@ class StoreLayer(CacheLayerMixin, AnyLayer):
 
     `update` only stages new keys and values and returns them untouched; the attention function takes them, stores
     them and attends. What `update` was given must be what attention receives, or the model is refused.
+
+    Attributes:
+        store: the entries.
+        num_seen: tokens seen, whatever was evicted.
+        staged: what `update` was given, until attention takes it.
     """
 
     is_sliding = False
@@ -65,11 +70,6 @@ class StoreLayer(CacheLayerMixin, AnyLayer):
             )
         self.staged = key_states, value_states
         return key_states, value_states
-
-    @property
-    def has_staged(self) -> bool:
-        """True between `update` and the attention over what it was given."""
-        return self.staged is not None
 
     def take(self, key: Tensor, value: Tensor, who: str) -> tuple[Tensor, Tensor, int]:
         """Hand over what `update` staged; `key` and `value` are what the attention function of `who` was given.

@@ -142,7 +142,7 @@ def _check_dtype(store: LayerMemory, key: Tensor) -> None:
 def _layer_of(cache: SieveCache, module: torch.nn.Module, key: Tensor) -> tuple[int, CacheLayer]:
     """Return the layer that attends, found by its stored keys; a layer without any is found by its module's index."""
     layer: Any = cache.layers[cache.updated]
-    if isinstance(layer, StoreLayer) and layer.has_staged:
+    if isinstance(layer, StoreLayer) and layer.staged is not None:
         return cache.updated, layer
     index: int = module.layer_idx  # type: ignore[assignment]
     return index, cache.layers[index]  # type: ignore[return-value]
