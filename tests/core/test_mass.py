@@ -30,7 +30,9 @@ def calls(monkeypatch):
     """Queries of each call of the kernel."""
     found, own = [], kernel.query_mass
     monkeypatch.setattr(
-        kernel, "query_mass", lambda query, *rest, **named: found.append(query.shape[2]) or own(query, *rest, **named)
+        kernel,
+        "query_mass",
+        lambda asked, *rest, **named: found.append(asked.query.shape[2]) or own(asked, *rest, **named),
     )
     return found
 

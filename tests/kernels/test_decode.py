@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from attend import AttentionTerms, dense_attention, ragged_attention, sparse_attention
+from attend import AttentionTerms, asking, dense_attention, ragged_attention, sparse_attention
 from kvsieve import kernels
 from kvsieve.cache import DenseStore, keep
 from kvsieve.core.kv_rows import Choice, DeviceLength, KVRows
@@ -66,7 +66,7 @@ def test_a_length_on_the_device(length, kind):
     keys[:, :, length:] = values[:, :, length:] = float("nan")
     valid = torch.rand(2, 1, 77) > 0.5
     for count in (torch.tensor(length, dtype=kind), torch.tensor([length], dtype=kind), length):
-        ours = kernels.decode_attention(query, keys, values, scale=0.3, length=count, valid=valid)
+        ours = kernels.decode_attention(asking(query, 0.3), keys, values, length=count, valid=valid)
         seen = (part[:, :, :length] for part in (keys, values))
         close(ours, reference_attention(query, *seen, scale=0.3, valid=valid[..., :length]))
 
@@ -109,10 +109,10 @@ def test_entries_of_kv_rows(body, chosen):
         entries = None
     if entries is None:
         on_device = dataclasses.replace(kv_rows, length=DeviceLength(torch.tensor(kv_rows.size - 5)))
-        ours = kernels.kv_row_attention(query, on_device, scale=0.3)
+        ours = kernels.kv_row_attention(asking(query, 0.3), on_device)
         entries = everything[:, :-5]
     elif chosen == "all":
-        ours = kernels.kv_row_attention(query, kv_rows, scale=0.3)
+        ours = kernels.kv_row_attention(asking(query, 0.3), kv_rows)
     else:
         ours = sparse_attention(query, kv_rows, Choice(entries), scale=0.3)
     per_head = entries if entries.ndim == 3 else entries[:, None].expand(-1, 3, -1)
@@ -139,7 +139,7 @@ def test_dense_with_terms(terms, dtype):
     ours = dense_attention(query, keys, values, scale=0.3, valid=valid, terms=terms)
     close(ours, reference_attention(query, keys, values, scale=0.3, valid=valid, terms=terms))
     count = torch.tensor(40)
-    ours = kernels.decode_attention(query, keys, values, scale=0.3, length=count, terms=terms)
+    ours = kernels.decode_attention(asking(query, 0.3, terms), keys, values, length=count)
     close(ours, reference_attention(query, keys[:, :, :40], values[:, :, :40], scale=0.3, terms=terms))
 
 
@@ -165,7 +165,7 @@ def test_entries_of_kv_rows_with_terms(chosen, terms):
     entries = kv_rows.span(0, kv_rows.size - 5)
     if chosen == "on-device":
         on_device = dataclasses.replace(kv_rows, length=DeviceLength(torch.tensor(kv_rows.size - 5)))
-        ours = kernels.kv_row_attention(query, on_device, scale=0.3, terms=per_row)
+        ours = kernels.kv_row_attention(asking(query, 0.3, per_row), on_device)
     else:
         shape = (2, 3, kv_rows.size) if chosen == "per-query-head" else (2, kv_rows.size)
         entries = torch.rand(shape).argsort(-1)[..., :7]
@@ -183,8 +183,8 @@ def test_sinks_are_not_in_the_norm_and_take_all_where_nothing_is_seen(terms):
     query, keys, values = tensors(torch.float32, 3)
     plain = AttentionTerms(terms.softcap)
     for entries in (decode.Entries(70, 77), decode.Entries(torch.tensor(0), 77)):
-        _, norm = decode.attend(query.view(4, 3, 20), keys, values, entries, scale=0.3, terms=plain)
-        out, same = decode.attend(query.view(4, 3, 20), keys, values, entries, scale=0.3, terms=terms)
+        _, norm = decode.attend(asking(query, 0.3, plain), query.view(4, 3, 20), keys, values, entries)
+        out, same = decode.attend(asking(query, 0.3, terms), query.view(4, 3, 20), keys, values, entries)
         assert torch.equal(norm, same)
     assert out.eq(0).all()
 
@@ -212,11 +212,11 @@ def test_a_blend_follows():
 
 def test_the_norm_is_the_log_sum_exp_and_nothing_seen_gives_nothing():
     query, keys, values = tensors(torch.float32, 2)
-    out, norm = decode.attend(query.view(4, 2, 20), keys, values, decode.Entries(70, 77), scale=0.3)
+    out, norm = decode.attend(asking(query, 0.3), query.view(4, 2, 20), keys, values, decode.Entries(70, 77))
     logits = query.view(2, 2, 2, 20) @ keys[:, :, :70].transpose(-1, -2) * 0.3
     close(norm, logits.logsumexp(-1).view(4, 2))
     nothing = decode.Entries(torch.tensor(0), 77)
-    out, norm = decode.attend(query.view(4, 2, 20), keys, values, nothing, scale=0.3)
+    out, norm = decode.attend(asking(query, 0.3), query.view(4, 2, 20), keys, values, nothing)
     assert out.eq(0).all() and norm.eq(float("-inf")).all()
 
 
@@ -236,7 +236,7 @@ def test_what_is_split_fills_the_gpu(monkeypatch):
     for size in (131072, 131073):
         query, keys = (torch.empty(1, heads, 1, 128, dtype=torch.bfloat16) for heads in (32, 8))
         keys = keys.expand(-1, -1, size, -1)
-        kernels.decode_attention(query, keys, keys, scale=1.0)
+        kernels.decode_attention(asking(query, 1.0), keys, keys)
     (first, sizes), _, (second, same), _ = launched
     assert first == second and sizes == same
     assert 200 <= first[0] * first[1] <= 132 * launch.PER_SM

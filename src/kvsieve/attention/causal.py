@@ -37,9 +37,7 @@ def kernel_attention(request: AttentionRequest[DenseEntries, None]) -> Tensor:
     # Each block of queries is given all blocks of keys before its own.
     lists = torch.arange(grid.key_blocks, dtype=torch.int32).expand(*rows, -1).contiguous()
     counts = (torch.arange(grid.query_blocks, dtype=torch.int32) + grid.first).expand(rows).contiguous()
-    return compiled.block_attention(
-        asked.query, stored.keys, stored.values, lists, counts, grid, scale=asked.scale, terms=asked
-    )
+    return compiled.block_attention(asked, stored.keys, stored.values, lists, counts, grid)
 
 
 def _grid(request: AttentionRequest[DenseEntries, None]) -> BlockGrid:

@@ -41,9 +41,7 @@ def _why_not_triton(request: _Request) -> str | None:
 def _triton(request: _Request) -> Tensor:
     asked, stored = request.asked, request.stored
     length = None if stored.length is None else stored.length.count
-    return kernels.decode_attention(
-        asked.query, stored.keys, stored.values, scale=asked.scale, length=length, valid=stored.valid, terms=asked
-    )
+    return kernels.decode_attention(asked, stored.keys, stored.values, length=length, valid=stored.valid)
 
 
 def _why_not_c(request: _Request) -> str | None:
@@ -156,7 +154,7 @@ def _why_not_few(request: _Request) -> str | None:
 
 def _few(request: _Request) -> Tensor:
     asked, stored = request.asked, request.stored
-    return few.few_attention(asked.query, stored.keys, stored.values, scale=asked.scale, terms=asked)
+    return few.few_attention(asked, stored.keys, stored.values)
 
 
 def _why_not_even(request: _Request) -> str | None:

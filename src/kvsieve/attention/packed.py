@@ -112,9 +112,7 @@ def _exact_by_triton(request: _Request) -> Sums:
     asked, exact, length = request.asked, request.stored.store.exact, request.stored.length
     query = asked.query.reshape(len(asked.query) * request.stored.store.heads, -1, asked.query.shape[-1])
     count, alone = None if length is None else length.count, AttentionQueries(query, asked.scale, asked.softcap)
-    out, norm = kernels.exact_decode(
-        query, exact.keys, exact.values, scale=asked.scale, length=count, valid=exact.valid, terms=alone
-    )
+    out, norm = kernels.exact_decode(alone, exact.keys, exact.values, length=count, valid=exact.valid)
     return out.float()[:, None], norm[:, None], torch.ones_like(norm)[:, None]
 
 

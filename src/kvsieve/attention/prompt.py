@@ -52,9 +52,8 @@ def _why_not_c(request: _Request) -> str | None:
 
 def _by_lists(attend: Callable[..., Tensor], request: _Request) -> Tensor:
     """Call a kernel with the numbers of the chosen blocks."""
-    asked, stored = request.asked, request.stored
-    parts = asked.query, stored.keys, stored.values, *_listed(request.sees), request.sees.grid
-    return attend(*parts, scale=asked.scale, terms=asked)
+    stored, sees = request.stored, request.sees
+    return attend(request.asked, stored.keys, stored.values, *_listed(sees), sees.grid)
 
 
 def _products(request: _Request) -> Tensor:

@@ -25,7 +25,7 @@ def _why_not_triton(request: _Request) -> str | None:
 
 def _triton(request: _Request) -> Tensor:
     asked, stored = request.asked, request.stored
-    return kernels.ragged_decode(asked.query, stored.keys, stored.values, stored.bias, scale=asked.scale, terms=asked)
+    return kernels.ragged_decode(asked, stored.keys, stored.values, stored.bias)
 
 
 def _why_not_c(request: _Request) -> str | None:

@@ -26,7 +26,7 @@ def _why_not_triton(request: _Request) -> str | None:
 
 def _triton(request: _Request) -> Tensor:
     asked, entries = request.asked, None if request.sees is None else request.sees.entries
-    out = kernels.kv_row_attention(asked.query, request.stored, entries, scale=asked.scale, terms=asked)
+    out = kernels.kv_row_attention(asked, request.stored, entries)
     return _blended(out, request)
 
 

@@ -40,9 +40,7 @@ def query_mass(
     """
     query, scale = asked.query, asked.scale
     if compiled.takes(query, keys, scale):
-        return compiled.query_mass(
-            query, keys, scale, visible, weights=weights, largest=reduce == "max", entries=entries, terms=asked
-        )
+        return compiled.query_mass(asked, keys, visible, weights=weights, largest=reduce == "max", entries=entries)
     batch, query_heads, count, _ = query.shape
     heads, length = keys.shape[1], keys.shape[2]
     groups = query_heads // heads

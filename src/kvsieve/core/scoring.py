@@ -54,9 +54,9 @@ def window_mass(
     """
     query, scale = asked.query, asked.scale
     if block is None and kernels.usable(query, keys):
-        return kernels.window_mass(query, keys, scale, valid, asked)
+        return kernels.window_mass(asked, keys, valid)
     if block is None and compiled.takes(query, keys, scale):
-        return compiled.query_mass(query, keys, scale, _seen(query, keys, valid), terms=asked)
+        return compiled.query_mass(asked, keys, _seen(query, keys, valid))
     parts = [weights.sum(2) for weights in window_weights(asked, keys, valid=valid, block=block)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 

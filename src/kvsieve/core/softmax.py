@@ -5,19 +5,19 @@
 
 from __future__ import annotations
 
-from kvsieve.kernels.inputs import Terms
+from kvsieve.kernels.inputs import Queries
 from kvsieve.lazy import Tensor
 from kvsieve.lazy import functional as F
 
 
-def cap(logits: Tensor, asked: Terms) -> Tensor:
+def cap(logits: Tensor, asked: Queries) -> Tensor:
     """Cap scaled logits of any shape in place, before masks; do nothing without a cap."""
     if asked.softcap is None:
         return logits
     return logits.div_(asked.softcap).tanh_().mul_(asked.softcap)
 
 
-def sinks_of(asked: Terms, *shape: int) -> Tensor | None:
+def sinks_of(asked: Queries, *shape: int) -> Tensor | None:
     """View the sinks in `shape`, such as (H, G, 1, 1) for logits [B, H, G, L, N]; None without sinks."""
     return None if asked.sinks is None else asked.sinks.view(shape)
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvsieve.kernels.inputs import PromptGrid, Terms
+from kvsieve.kernels.inputs import PromptGrid, Queries
 from kvsieve.kernels.launch import cdiv, fitting, on, padded, precision, rows
 from kvsieve.kernels.split import beside, capped
 
@@ -158,42 +158,32 @@ def blocks_kernel(
 
 
 def block_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lists: Tensor,
-    counts: Tensor,
-    grid: PromptGrid,
-    *,
-    scale: float,
-    terms: Terms | None = None,
+    asked: Queries, keys: Tensor, values: Tensor, lists: Tensor, counts: Tensor, grid: PromptGrid
 ) -> Tensor:
     """Attend causally from the last L of N entries to chosen blocks and the diagonal, without waiting for the device.
 
     Queries, keys and values may be views of larger buffers.
 
     Args:
-        query: [B, Hq, L, D].
+        asked: queries [B, Hq, L, D].
         keys: [B, H, N, D], without padding.
         values: [B, H, N, Dv].
         lists: int32 [B, S, query blocks, some], contiguous, numbers of blocks before the diagonal; S is H or Hq.
         counts: int32 [B, S, query blocks], contiguous, the length of each list.
         grid: the blocks.
-        scale: factor of the query-key products.
-        terms: cap, and sinks [Hq]; None for neither.
 
     Returns:
         [B, Hq, L, Dv], with a token's heads adjacent in memory.
     """
-    batch, query_heads, new, dim = query.shape
+    batch, query_heads, new, dim = asked.query.shape
     heads, value_dim = keys.shape[1], values.shape[-1]
-    query, keys, values = rows(query), rows(keys), rows(values)
+    query, keys, values = rows(asked.query), rows(keys), rows(values)
     out = query.new_empty(batch, new, query_heads, value_dim)
     width = max(padded(dim), padded(value_dim)) * query.element_size()
     tile = min(fitting(_QUERY_BYTES, width, 128), padded(grid.queries))
     block = min(fitting(_KEY_BYTES, width, 128), padded(grid.block))
-    softcap = None if terms is None else terms.softcap
-    sinks = None if terms is None or terms.sinks is None else terms.sinks.contiguous()
+    softcap = asked.softcap
+    sinks = None if asked.sinks is None else asked.sinks.contiguous()
     tiles = cdiv(grid.queries, tile)
     sizes = new, grid.length, grid.pad, grid.query_blocks, lists.shape[-1]
     strides = *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3]
@@ -217,7 +207,7 @@ def block_attention(
         "num_warps": 4,
         "num_stages": 2,
     }
-    factors = float(scale), 1.0 if softcap is None else float(softcap)
+    factors = float(asked.scale), 1.0 if softcap is None else float(softcap)
     with on(query):
         blocks_kernel[grid.query_blocks * tiles * query_heads, batch](
             query, keys, values, out, lists, counts, sinks, *factors, *sizes, *strides, heads, **shapes

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvsieve.kernels.inputs import StoredRows, Terms
+from kvsieve.kernels.inputs import Queries, StoredRows
 from kvsieve.kernels.launch import PER_SM, cdiv, fitting, multiprocessors, on, padded, power_of_two, precision, rows
 from kvsieve.kernels.split import merge_kernel, split_kernel
 
@@ -46,77 +46,65 @@ class Entries:
 
 
 def decode_attention(
-    query: Tensor,
+    asked: Queries,
     keys: Tensor,
     values: Tensor,
     *,
-    scale: float,
     length: Tensor | int | None = None,
     valid: Tensor | None = None,
-    terms: Terms | None = None,
 ) -> Tensor:
     """Attention over the first `length` of N stored entries; the last of them is visible, padding or not.
 
     Args:
-        query: [B, Hq, 1, D].
+        asked: queries [B, Hq, 1, D].
         keys: [B, H, N, D], possibly a view of a larger buffer.
         values: [B, H, N, Dv], possibly a view of a larger buffer.
-        scale: factor of the query-key products.
         length: entries, an int or one integer on the device; None for N.
         valid: bool [B, H or 1, N], False for padding; None if there is none.
-        terms: cap, and sinks [Hq]; None for neither.
 
     Returns:
         [B, Hq, 1, Dv].
     """
-    batch, heads, capacity, _ = keys.shape
+    query, (batch, heads, capacity, _) = asked.query, keys.shape
     length = capacity if length is None else length
     mask = None if valid is None else valid.expand(-1, heads, -1)
-    asked = query.reshape(batch * heads, query.shape[1] // heads, -1)
-    out, _ = attend(asked, keys, values, Entries(length, capacity), scale=scale, mask=mask, terms=terms)
+    grouped = query.reshape(batch * heads, query.shape[1] // heads, -1)
+    out, _ = attend(asked, grouped, keys, values, Entries(length, capacity), mask=mask)
     return out.view(batch, query.shape[1], 1, -1)
 
 
-def ragged_decode(
-    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, scale: float, terms: Terms | None = None
-) -> Tensor:
+def ragged_decode(asked: Queries, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
     """Attention of every KV head's queries over a flat buffer shared by all heads.
 
-    The kernel of `attention.ragged.ragged_attention`. A tile of entries is read once for all heads, so heads with
+    A tile of entries is read once for all heads, so heads with
     different numbers of entries are equal shares of work.
 
     Args:
-        query: [B, Hq, 1, D].
+        asked: queries [B, Hq, 1, D].
         keys: [B, T, D].
         values: [B, T, Dv].
         bias: [B, H, T], added to a head's logits.
-        scale: factor of the query-key products.
-        terms: cap, and sinks [Hq]; None for neither.
 
     Returns:
         [B, Hq, 1, Dv].
     """
     everything = Entries(keys.shape[1], keys.shape[1])
-    asked, keys, values = query[:, :, 0], keys[:, None], values[:, None]
-    out, _ = attend(asked, keys, values, everything, scale=scale, mask=bias, terms=terms)
+    out, _ = attend(asked, asked.query[:, :, 0], keys[:, None], values[:, None], everything, mask=bias)
     return out[:, :, None]
 
 
-def kv_row_attention(
-    query: Tensor, kv_rows: StoredRows, chosen: Tensor | None = None, *, scale: float, terms: Terms | None = None
-) -> Tensor:
+def kv_row_attention(asked: Queries, kv_rows: StoredRows, chosen: Tensor | None = None) -> Tensor:
     """Attention over chosen entries of KV rows, or over all of them.
 
     Args:
-        query: [X, G, D].
+        asked: queries [X, G, D], and sinks of this shape.
         kv_rows: X of them, the length on the device or not.
         chosen: int64 [X, k], or [X, G, k] for a choice per query head, indices in the KV row; None for all entries.
-        scale: factor of the query-key products.
-        terms: cap, and sinks [X, G]; None for neither.
 
     Returns:
         [X, G, Dv].
     """
+    query = asked.query
     query_rows, groups, _ = query.shape
     count: Tensor | int = kv_rows.size if kv_rows.length is None else kv_rows.length.count
     capacity = kv_rows.size
@@ -126,33 +114,25 @@ def kv_row_attention(
             query, chosen = query.reshape(query_rows * groups, 1, -1), chosen.flatten(0, 1)
     keys, values = (part.expand(query_rows, 1, -1, -1) for part in (kv_rows.keys, kv_rows.values))
     entries = Entries(count, capacity, chosen, kv_rows.body, kv_rows.tail, kv_rows.stride)
-    out, _ = attend(query, keys, values, entries, scale=scale, terms=terms)
+    out, _ = attend(asked, query, keys, values, entries)
     return out.view(query_rows, groups, -1)
 
 
 def attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    entries: Entries,
-    *,
-    scale: float,
-    mask: Tensor | None = None,
-    terms: Terms | None = None,
+    asked: Queries, query: Tensor, keys: Tensor, values: Tensor, entries: Entries, *, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the attention of [X, G, D] over keys [B, H, N, D], and the logits' log-sum-exp; all variants call it.
 
     X is a multiple of B * H; query rows that share a KV row follow each other.
 
     Args:
-        query: [X, G, D].
+        asked: queries; X * G sinks, or a divisor of that, repeated.
+        query: those of `asked`, [X, G, D].
         keys: [B, H, N, D].
         values: [B, H, N, Dv].
         entries: entries to read.
-        scale: factor of the query-key products.
         mask: by slot: bool [B, H, N], except that the last entry is always visible, or a bias of the logits, [B, H or a
             multiple, N]; None for none.
-        terms: cap and sinks; X * G sinks, or a divisor of that, repeated. None for neither.
 
     Returns:
         Output [X, G, Dv] and log-sum-exp float32 [X, G], without sinks.
@@ -167,15 +147,15 @@ def attend(
     per = cdiv(share, block) * block
     parts = cdiv(capacity, per)
     out, norm = query.new_empty(query_rows, groups, value_dim), query.new_empty(query_rows, groups, dtype=torch.float32)
-    sinks = None if terms is None or terms.sinks is None else terms.sinks.contiguous()
+    sinks = None if asked.sinks is None else asked.sinks.contiguous()
     sink_rows = 1 if sinks is None else sinks.numel() // groups
-    split = _Split(per, block, out, norm, None if terms is None else terms.softcap, sinks if parts == 1 else None)
+    split = _Split(per, block, out, norm, asked.softcap, sinks if parts == 1 else None)
     if parts > 1:
         of_parts = query.new_empty(query_rows, parts, groups, value_dim, dtype=torch.float32)
         of_norms = query.new_empty(query_rows, parts, groups, dtype=torch.float32)
         split = dataclasses.replace(split, out=of_parts, norm=of_norms)
     with on(query):
-        _launch(split, query, keys, values, entries, scale, mask)
+        _launch(split, query, keys, values, entries, asked.scale, mask)
         if parts > 1:
             merge_kernel[query_rows, groups](
                 split.out,

@@ -8,8 +8,14 @@ from typing import Protocol
 from kvsieve.lazy import Tensor
 
 
-class Terms(Protocol):
-    """Attributes of `types.AttentionTerms`."""
+class Queries(Protocol):
+    """The part of `types.AttentionQueries` that a kernel reads."""
+
+    @property
+    def query(self) -> Tensor: ...
+
+    @property
+    def scale(self) -> float: ...
 
     @property
     def softcap(self) -> float | None: ...

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.kernels.decode import Entries, attend
-from kvsieve.kernels.inputs import PackedBlocks, Terms
+from kvsieve.kernels.inputs import PackedBlocks, Queries
 from kvsieve.kernels.launch import PER_SM, cdiv, fitting, multiprocessors, on, padded, power_of_two, precision
 from kvsieve.kernels.packed_any import packed_kernel
 from kvsieve.kernels.packed_planes import planes_kernel
@@ -29,32 +29,23 @@ _MERGED = 32
 
 
 def exact_decode(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    scale: float,
-    length: Tensor | None = None,
-    valid: Tensor | None,
-    terms: Terms | None,
+    asked: Queries, keys: Tensor, values: Tensor, *, length: Tensor | None = None, valid: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Attention over the entries that are not encoded; the last of them is visible, padding or not.
 
     Args:
-        query: [B * H, G, D].
+        asked: queries [B * H, G, D], without sinks.
         keys: [B, H, N, D], possibly a view of a larger buffer.
         values: [B, H, N, Dv], possibly a view of a larger buffer.
-        scale: factor of the query-key products.
         length: entries, one integer on the device; None for N.
         valid: bool [B, H or 1, N], False for padding; None if there is none.
-        terms: cap; None for none.
 
     Returns:
         Output [B * H, G, Dv] and log-sum-exp float32 [B * H, G].
     """
     mask = None if valid is None else valid.expand(-1, keys.shape[1], -1)
     entries = Entries(keys.shape[2] if length is None else length, keys.shape[2])
-    return attend(query, keys, values, entries, scale=scale, mask=mask, terms=terms)
+    return attend(asked, asked.query, keys, values, entries, mask=mask)
 
 
 def packed_decode(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvsieve.kernels.inputs import Terms
+from kvsieve.kernels.inputs import Queries
 from kvsieve.kernels.launch import PER_SM, cdiv, fitting, multiprocessors, on, padded, precision, rows
 from kvsieve.kernels.split import capped
 
@@ -202,17 +202,15 @@ def pool_kernel(
     tl.store(out + kv_row * length + index, total / divisor, mask=index < length)
 
 
-def window_mass(
-    query: Tensor, keys: Tensor, scale: float, valid: Tensor | None = None, terms: Terms | None = None
-) -> Tensor:
+def window_mass(asked: Queries, keys: Tensor, valid: Tensor | None = None) -> Tensor:
     """Return the attention mass that a window of queries gives to every entry, float32 [B, Hq, N].
 
-    Arguments as in `core.scoring.window_mass`; query and keys may be views of larger buffers.
+    Arguments as in `core.scoring.window_mass`; queries and keys may be views of larger buffers.
     """
-    batch, query_heads, window, dim = query.shape
+    batch, query_heads, window, dim = asked.query.shape
     heads, length = keys.shape[1], keys.shape[2]
     groups, kv_rows = query_heads // heads, batch * heads
-    query, keys = rows(query), rows(keys)
+    query, keys = rows(asked.query), rows(keys)
     if valid is not None:
         valid = rows(valid.view(torch.uint8)).expand(batch, heads, -1)
     width = padded(dim)
@@ -235,22 +233,22 @@ def window_mass(
         "GROUPS": groups,
         "DIM": dim,
         "VALID": valid is not None,
-        "SOFTCAP": terms is not None and terms.softcap is not None,
+        "SOFTCAP": asked.softcap is not None,
         "PADDED_DIM": width,
         "BLOCK": block,
         "PRECISION": precision(query.dtype),
         "num_warps": 4,
     }
-    softcap = 1.0 if terms is None or terms.softcap is None else float(terms.softcap)
-    facts = float(scale), softcap, length, window
+    softcap = 1.0 if asked.softcap is None else float(asked.softcap)
+    facts = float(asked.scale), softcap, length, window
     with on(query):
         norm_kernel[tiles, parts, kv_rows](
             query, keys, valid, norm, *facts, per, *strides, ROWS=tile, num_stages=3, **shapes
         )
         norm = norm.logsumexp(1)
-        if terms is not None and terms.sinks is not None:
+        if asked.sinks is not None:
             each = norm.view(batch, heads, groups, window)
-            norm = torch.logaddexp(each, terms.sinks.float().view(heads, groups, 1)).view(norm.shape)
+            norm = torch.logaddexp(each, asked.sinks.float().view(heads, groups, 1)).view(norm.shape)
         tile = min(tile, padded(window), 64)
         mass_kernel[cdiv(length, block), kv_rows](
             query, keys, valid, norm, mass, *facts, *strides, ROWS=tile, num_stages=2, **shapes

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ctypes import Structure, byref, c_float, c_int64, c_void_p
 
 from kvsieve.kernels.cpu.build import function, threaded
-from kvsieve.kernels.inputs import Terms
+from kvsieve.kernels.inputs import Queries
 from kvsieve.lazy import Tensor, torch
 
 # Entries per product, see mass.c; least number of queries for which it pays to lay out all keys.
@@ -41,15 +41,13 @@ def reason() -> str | None:
 
 
 def query_mass(
-    query: Tensor,
+    asked: Queries,
     keys: Tensor,
-    scale: float,
     visible: Tensor,
     *,
     weights: Tensor | None = None,
     largest: bool = False,
     entries: int | None = None,
-    terms: Terms | None = None,
 ) -> Tensor:
     """Return the softmax attention of T queries over N entries, reduced over the queries.
 
@@ -60,16 +58,15 @@ def query_mass(
     Returns:
         float32 [B, Hq, entries].
     """
-    batch, query_heads, count, dim = query.shape
+    batch, query_heads, count, dim = asked.query.shape
     heads, length = keys.shape[1], keys.shape[2]
     entries = length if entries is None else entries
-    query, keys = (_in_pairs(each) for each in (query, keys))
+    query, keys = (_in_pairs(each) for each in (asked.query, keys))
     # Only dimensions that differ between entries have to be adjacent in memory.
     visible = visible if visible.stride(-1) == 1 and visible.shape[-1] == length else _spread(visible, length)
     visible = visible.expand(batch, heads, count, length)
     weights = None if weights is None else weights.float().expand(batch, heads, count)
-    sinks = None if terms is None or terms.sinks is None else terms.sinks.float().contiguous()
-    cap = None if terms is None else terms.softcap
+    sinks = None if asked.sinks is None else asked.sinks.float().contiguous()
     out, norms = query.new_empty(batch * query_heads * (entries + count), dtype=torch.float32).split(
         (batch * query_heads * entries, batch * query_heads * count)
     )
@@ -80,8 +77,8 @@ def query_mass(
         *(*query.stride()[:3], *keys.stride()[:3], *visible.stride()[:3]),
         *((0, 0, 0) if weights is None else weights.stride()),
         *(batch, query_heads, heads, count, length, entries, dim, largest),
-        scale,
-        cap or 0.0,
+        asked.scale,
+        asked.softcap or 0.0,
     )
     _kernel()(byref(fields), torch.get_num_threads())
     return out.view(batch, query_heads, entries)

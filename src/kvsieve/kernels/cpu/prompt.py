@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvsieve.kernels.cpu.build import function, threaded
 from kvsieve.kernels.cpu.cores import asked_threads
-from kvsieve.kernels.inputs import PromptGrid, Terms
+from kvsieve.kernels.inputs import PromptGrid, Queries
 
 # Entries that the kernel processes at a time; see prompt.c.
 _TILE = 128
@@ -61,27 +61,18 @@ def reason() -> str | None:
 
 
 def block_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lists: Tensor,
-    counts: Tensor,
-    grid: PromptGrid,
-    *,
-    scale: float,
-    terms: Terms | None = None,
+    asked: Queries, keys: Tensor, values: Tensor, lists: Tensor, counts: Tensor, grid: PromptGrid
 ) -> Tensor:
     """Attend causally from the last L of N entries to chosen blocks and the diagonal.
 
     Arguments and result as in `kernels.blocks.block_attention`.
     """
-    batch, query_heads, new, dim = query.shape
+    batch, query_heads, new, dim = asked.query.shape
     heads, wide = keys.shape[1], values.shape[-1]
-    query, keys, values = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, keys, values))
+    query, keys, values = (part if part.stride(-1) == 1 else part.contiguous() for part in (asked.query, keys, values))
     before = grid.pad + grid.length - new
     places = -(-(before + (grid.query_blocks - 1) * grid.queries + -(-grid.queries // _TILE) * _TILE) // _TILE) * _TILE
-    sinks = None if terms is None or terms.sinks is None else terms.sinks.float().contiguous()
-    cap = None if terms is None else terms.softcap
+    sinks = None if asked.sinks is None else asked.sinks.float().contiguous()
     out = query.new_empty(batch, new, query_heads, wide)
     pairs = query.new_empty(batch * heads * places * (dim + wide))
     strides = (*query.stride()[:3], *keys.stride()[:3], *values.stride()[:3])
@@ -93,29 +84,27 @@ def block_attention(
         *strides,
         *(batch, query_heads, heads, counts.shape[1], new, grid.length, grid.pad, grid.queries),
         *(grid.block, grid.query_blocks, lists.shape[-1], dim, wide, places),
-        scale,
-        cap or 0.0,
+        asked.scale,
+        asked.softcap or 0.0,
     )
     _run(_kernels()[0], fields)
     return out.transpose(1, 2)
 
 
-def few_attention(query: Tensor, keys: Tensor, values: Tensor, *, scale: float, terms: Terms | None = None) -> Tensor:
+def few_attention(asked: Queries, keys: Tensor, values: Tensor) -> Tensor:
     """Causal attention of the last few of N entries over all N; all queries of a KV head meet its keys at once.
 
     Args:
-        query: [B, Hq, L, D], as `why_not_few` takes them.
+        asked: queries [B, Hq, L, D], as `why_not_few` takes them.
         keys: [B, H, N, D].
         values: [B, H, N, Dv].
-        scale: factor of the query-key products.
-        terms: cap and sinks; None for neither.
 
     Returns:
         [B, Hq, L, Dv].
     """
-    batch, query_heads, new, dim = query.shape
-    query, keys, values = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, keys, values))
-    sinks = None if terms is None or terms.sinks is None else terms.sinks.float().contiguous()
+    batch, query_heads, new, dim = asked.query.shape
+    query, keys, values = (part if part.stride(-1) == 1 else part.contiguous() for part in (asked.query, keys, values))
+    sinks = None if asked.sinks is None else asked.sinks.float().contiguous()
     out = query.new_empty(batch, new, query_heads, values.shape[-1])
     fields = _PromptFields(
         *(each.data_ptr() for each in (query, keys, values, out)),
@@ -127,8 +116,8 @@ def few_attention(query: Tensor, keys: Tensor, values: Tensor, *, scale: float, 
         length=keys.shape[2],
         dim=dim,
         wide=values.shape[-1],
-        scale=scale,
-        cap=(None if terms is None else terms.softcap) or 0.0,
+        scale=asked.scale,
+        cap=asked.softcap or 0.0,
     )
     for name, part in (("query", query), ("key", keys), ("value", values)):
         for dimension, stride in zip(("row", "head", "slot"), part.stride(), strict=False):
