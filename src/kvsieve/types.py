@@ -238,7 +238,8 @@ class LayerContext:
             that lists "hidden" in `needs`.
         output: [B, Hq, L, Dv], each head's attention output; as `hidden`.
         ranks: the processes with the other heads, if Hq and H are not all there are; see roles.Traits.heads.
-        terms: cap and sinks of the layer's attention, needed to compute weights; None for neither.
+        softcap: as in AttentionQueries, needed to compute weights; None for no cap.
+        sinks: [Hq], as `softcap`.
     """
 
     layer_idx: int

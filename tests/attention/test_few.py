@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attend import AttentionTerms, dense_attention
+from attend import AttentionTerms, asking, dense_attention
 from kvsieve.kernels.cpu import prompt
 
 # Batch, query heads, KV heads, new tokens, entries, channels of keys and of values.
@@ -29,7 +29,7 @@ def test_few_tokens_in_one_call(shape, terms):
         given = AttentionTerms(30.0 if terms == "cap" else None, torch.randn(query_heads) if terms == "sinks" else None)
     scale = dim**-0.5
     assert prompt.why_not_few(query, keys, values, scale) is None
-    found = prompt.few_attention(query, keys, values, scale=scale, terms=given or AttentionTerms())
+    found = prompt.few_attention(asking(query, scale, given), keys, values)
     exact = [part.float() for part in (query, keys, values)]
     wanted = dense_attention(*exact, scale=scale, terms=given)
     assert (found.float() - wanted).norm() <= 4e-3 * wanted.norm()

@@ -22,9 +22,9 @@ from kvsieve.hf.compat import CACHE, Cache
 from kvsieve.hf.decode.recorded_layer import DeviceCounters, RecordedLayer
 from kvsieve.hf.decode.recorders import Refused
 from kvsieve.hf.forward import passes as forward
-from kvsieve.hf.forward.request import Asked
 from kvsieve.hf.forward.session import Session
 from kvsieve.hf.forward.sparse_read import reading_of
+from kvsieve.types import AttentionQueries
 
 
 class RecordedCache(Cache):
@@ -84,7 +84,7 @@ class RecordedPass(Session):
     def reading(self, cache: SieveCache, index: int) -> Reading | None:
         return reading_of(self.plan.read, cache, cache.sieve_layers[index], index, self.model.num_layers, coming=1)
 
-    def attend(self, index: int, layer: StoreLayer, asked: Asked, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, index: int, layer: StoreLayer, asked: AttentionQueries, key: Tensor, value: Tensor) -> Tensor:
         assert isinstance(layer, RecordedLayer)
         return layer.attend(asked, key, value, self)
 

@@ -24,11 +24,11 @@ from kvsieve.hf.compat import (
 from kvsieve.hf.forward.latent import ask_latents
 from kvsieve.hf.forward.passes import current
 from kvsieve.hf.forward.pieces import attend_by_chunk
-from kvsieve.hf.forward.request import Asked
 from kvsieve.hf.forward.rows import RowsSession
 from kvsieve.hf.forward.session import Session
 from kvsieve.hf.forward.shared_kv import attend_shared
 from kvsieve.kernels.cpu import cores
+from kvsieve.types import AttentionQueries
 
 # transformers tests implementation names for substrings: none of flash, sdpa, flex, paged or "/" may occur in it.
 NAME = "kvsieve"
@@ -100,7 +100,7 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     _check_sinks(who, query, sinks)
-    asked = Asked(query, scale, softcap, None if sinks is None else sinks.detach())
+    asked = AttentionQueries(query, scale, softcap, None if sinks is None else sinks.detach())
     if isinstance(layer, LatentLayer):
         if torch.is_autocast_enabled(query.device.type):
             raise UnsupportedOptionError(
@@ -121,7 +121,7 @@ def _attend(
     return out
 
 
-def _one_dtype(asked: Asked, key: Tensor, value: Tensor) -> tuple[Asked, Tensor, Tensor]:
+def _one_dtype(asked: AttentionQueries, key: Tensor, value: Tensor) -> tuple[AttentionQueries, Tensor, Tensor]:
     """Give queries, keys and values the dtype of autocast where theirs differ, as torch's own attention does."""
     kind = key.device.type
     if asked.query.dtype == key.dtype == value.dtype or not torch.is_autocast_enabled(kind):
@@ -148,7 +148,7 @@ def _layer_of(cache: SieveCache, module: torch.nn.Module, key: Tensor) -> tuple[
     return index, cache.layers[index]  # type: ignore[return-value]
 
 
-def _heads_together(asked: Asked, repeats: int) -> Asked:
+def _heads_together(asked: AttentionQueries, repeats: int) -> AttentionQueries:
     """Order query heads so that those of a KV head stand together, where the model repeats all KV heads in turn."""
     if repeats == 1:
         return asked

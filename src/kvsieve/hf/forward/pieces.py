@@ -9,16 +9,16 @@ from torch import Tensor, nn
 
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import StoreLayer
-from kvsieve.hf.forward.request import Asked
 from kvsieve.hf.forward.session import Session
 from kvsieve.plans import Plan
+from kvsieve.types import AttentionQueries
 
 # Chunks that a pass may take.
 COUNTS = (1, 2, 4, 8)
 
 
 def attend_by_chunk(
-    session: Session, index: int, layer: StoreLayer, asked: Asked, key: Tensor, value: Tensor
+    session: Session, index: int, layer: StoreLayer, asked: AttentionQueries, key: Tensor, value: Tensor
 ) -> Tensor:
     """Let a layer store and attend to the chunks of a pass one after another, as passes over each would.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from kvsieve.hf.forward.tentative import Transaction
-from kvsieve.types import ALONE, AttentionQueries, LayerContext, ModelFacts, Ranks, Selection
+from kvsieve.types import ALONE, LayerContext, ModelFacts, Ranks, Selection
 
 if TYPE_CHECKING:
     from kvsieve.hf.model.tables import RotaryTables
@@ -72,9 +72,6 @@ class PassResult:
     chosen: Selection | None
     report: dict[str, Any]
     transaction: Transaction | None = None
-
-
-Asked = AttentionQueries
 
 
 @dataclass(frozen=True)

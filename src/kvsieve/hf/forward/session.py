@@ -20,19 +20,19 @@ from kvsieve.hf.forward.evict import closed_up, drops_nothing, evict
 from kvsieve.hf.forward.pass_state import PassState
 from kvsieve.hf.forward.propagate import propagate
 from kvsieve.hf.forward.recent import recent_queries
-from kvsieve.hf.forward.request import Asked, StopForward
+from kvsieve.hf.forward.request import StopForward
 from kvsieve.hf.forward.sparse_prompt import attend_stored
 from kvsieve.hf.forward.sparse_read import read_token
 from kvsieve.hf.forward.travel import Tokens, gather, joined
 from kvsieve.hf.forward.windows import attend_window
-from kvsieve.types import LayerContext
+from kvsieve.types import AttentionQueries, LayerContext
 
 
 @dataclass
 class Session(PassState):
     """The forward pass in progress: what it does at each layer."""
 
-    def attend(self, index: int, layer: StoreLayer, asked: Asked, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, index: int, layer: StoreLayer, asked: AttentionQueries, key: Tensor, value: Tensor) -> Tensor:
         """Store this pass's keys and values, attend over everything stored, then let the plan reduce the layer."""
         self.check_queries(index, asked)
         if isinstance(layer, WindowLayer):
@@ -77,7 +77,7 @@ class Session(PassState):
         if index in self.cache.producers:
             self.lent[index] = (layer.fork(share=True) if changes else layer), key
 
-    def check_queries(self, index: int, asked: Asked) -> None:
+    def check_queries(self, index: int, asked: AttentionQueries) -> None:
         """Raise UnsupportedModelError unless a layer attends with one query for every token that travels."""
         if asked.query.shape[2] != self.tokens.size:
             raise UnsupportedModelError(
@@ -85,7 +85,9 @@ class Session(PassState):
                 "this architecture is not supported"
             )
 
-    def _read(self, index: int, layer: SieveLayer, asked: Asked, key: Tensor, value: Tensor, room: int) -> Tensor:
+    def _read(
+        self, index: int, layer: SieveLayer, asked: AttentionQueries, key: Tensor, value: Tensor, room: int
+    ) -> Tensor:
         """Store and read token by token: each chooses by itself among what was stored when it came."""
         arguments = self.plan.read, self.cache, layer, index, self.model.num_layers, self.reads
         tokens, outs = self.tokens, []
@@ -99,7 +101,7 @@ class Session(PassState):
             outs.append(read_token(*arguments, asked.stored.part(one)))
         return asked.output(torch.cat(outs, 2))
 
-    def _show(self, index: int, layer: SieveLayer, asked: Asked, out: Tensor) -> None:
+    def _show(self, index: int, layer: SieveLayer, asked: AttentionQueries, out: Tensor) -> None:
         """Show the layer, with all queries of the pass, to the driver and to an evictor that observes."""
         evictor, on_layer, when = self.plan.evict, self.request.on_layer, self.when
         observes = when.observes and (self.step.phase == "prefill" or when.steps is not None)
@@ -115,7 +117,7 @@ class Session(PassState):
         if observes and evictor is not None:
             evictor.observe(ctx)
 
-    def _context(self, index: int, layer: SieveLayer, asked: Asked) -> LayerContext:
+    def _context(self, index: int, layer: SieveLayer, asked: AttentionQueries) -> LayerContext:
         store, kept, ranks = layer.store, self.cache.conversation.protected, self.model.ranks
         ranks.check_heads(asked.query.shape[1])
         protected, quotas = (None, None) if kept is None else kept.at(store.index, store.valid)
@@ -143,7 +145,7 @@ class Session(PassState):
             sinks=asked.sinks,
         )
 
-    def _reduce(self, index: int, layer: SieveLayer, asked: Asked) -> None:
+    def _reduce(self, index: int, layer: SieveLayer, asked: AttentionQueries) -> None:
         plan, turn = self.plan, self.cache.turn
         prompt = self.step.phase == "prefill"
         if not prompt or turn.acts:

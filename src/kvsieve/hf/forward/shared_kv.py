@@ -9,15 +9,15 @@ from torch import Tensor
 
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.cache.layer import SieveLayer, WindowLayer
-from kvsieve.hf.forward.request import Asked
 from kvsieve.hf.forward.session import Session
 from kvsieve.hf.forward.sparse_prompt import attend_stored
 from kvsieve.hf.forward.sparse_read import read_token
 from kvsieve.hf.forward.transaction import AnswerSession
 from kvsieve.hf.forward.windows import attend_stored_window
+from kvsieve.types import AttentionQueries
 
 
-def attend_shared(session: Session, index: int, source: int, asked: Asked, key: Tensor) -> Tensor:
+def attend_shared(session: Session, index: int, source: int, asked: AttentionQueries, key: Tensor) -> Tensor:
     """Attention of a layer over the entries of layer `source`, as they were when that one attended in this pass.
 
     Of a prompt, the model may run such layers on its last tokens only.
@@ -56,7 +56,7 @@ def _without_last(layer: SieveLayer, tokens: int) -> SieveLayer:
     return before
 
 
-def _of_answer(session: AnswerSession, index: int, source: int, lent: SieveLayer, asked: Asked) -> Tensor:
+def _of_answer(session: AnswerSession, index: int, source: int, lent: SieveLayer, asked: AttentionQueries) -> Tensor:
     """Attention of several tokens of an answer: each sees the entries that there were when it came."""
     if source not in session.steps[0].lent:
         return session.read_all(index, lent.store, asked)

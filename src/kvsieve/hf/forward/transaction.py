@@ -18,15 +18,15 @@ from kvsieve.cache import LayerMemory
 from kvsieve.core.checks import look
 from kvsieve.hf.cache.counts import Reads
 from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
-from kvsieve.hf.forward.request import Asked
 from kvsieve.hf.forward.session import Session
 from kvsieve.hf.forward.sparse_read import attend_noted, count_all, stored_entries
 from kvsieve.hf.forward.tentative import Transaction
 from kvsieve.hf.forward.travel import Tokens
 from kvsieve.hf.forward.windows import attend_window
+from kvsieve.types import AttentionQueries
 
 # What a layer was given: queries, keys, values, and the hidden states that entered it where an evictor asks for them.
-Given = tuple[Asked, Tensor, Tensor, Tensor | None]
+Given = tuple[AttentionQueries, Tensor, Tensor, Tensor | None]
 
 
 @dataclass
@@ -74,7 +74,7 @@ class AnswerSession(Session):
         session.reads = Reads(executors=self.reads.executors)
         return session
 
-    def attend(self, index: int, layer: StoreLayer, asked: Asked, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, index: int, layer: StoreLayer, asked: AttentionQueries, key: Tensor, value: Tensor) -> Tensor:
         self.check_queries(index, asked)
         tentative = self.request.tentative
         if isinstance(layer, WindowLayer):
@@ -103,7 +103,9 @@ class AnswerSession(Session):
             return False
         return self.plan.codec is None or not layer.may_encode(self.plan.codec, self.tokens.size)
 
-    def _attend_at_once(self, index: int, layer: SieveLayer, asked: Asked, key: Tensor, value: Tensor) -> Tensor:
+    def _attend_at_once(
+        self, index: int, layer: SieveLayer, asked: AttentionQueries, key: Tensor, value: Tensor
+    ) -> Tensor:
         tokens, store = self.tokens, layer.store
         room = self.cache.turn.room(self.end, tokens.size)
         if self.plan.codec is not None:
@@ -111,7 +113,7 @@ class AnswerSession(Session):
         store.append(key.detach(), value.detach(), tokens.token_index, tokens.valid, tokens.counts, room)
         return asked.output(self.read_all(index, store, asked.stored))
 
-    def read_all(self, index: int, store: LayerMemory, asked: Asked) -> Tensor:
+    def read_all(self, index: int, store: LayerMemory, asked: AttentionQueries) -> Tensor:
         """Let every token attend to all that a store held when it came, in one call."""
         for step in self.steps:
             count_all(store, step.reads, self.tokens.size - 1 - step.ahead)

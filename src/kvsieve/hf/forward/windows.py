@@ -6,12 +6,12 @@ from torch import Tensor
 
 from kvsieve.attention import AttentionRequest, DenseEntries, Near, attend
 from kvsieve.hf.cache.layer import WindowLayer
-from kvsieve.hf.forward.request import Asked
 from kvsieve.hf.forward.travel import Tokens
+from kvsieve.types import AttentionQueries
 
 
 def attend_window(
-    layer: WindowLayer, asked: Asked, key: Tensor, value: Tensor, tokens: Tokens, mask: Tensor | None
+    layer: WindowLayer, asked: AttentionQueries, key: Tensor, value: Tensor, tokens: Tokens, mask: Tensor | None
 ) -> Tensor:
     """Store a pass's keys and values in a layer with a window, and attend within it.
 
@@ -29,7 +29,7 @@ def attend_window(
     return attend_stored_window(layer, asked)
 
 
-def attend_stored_window(layer: WindowLayer, asked: Asked) -> Tensor:
+def attend_stored_window(layer: WindowLayer, asked: AttentionQueries) -> Tensor:
     """Attention of the last tokens stored over what their window shows them."""
     store = layer.store
     stored, sees = DenseEntries(store.keys, store.values, store.valid), Near(layer.window, store.index[:, 0])
