@@ -36,7 +36,7 @@ SIEVE = """
     check_tokens(self, cache, new, text=None)
     continues
     feed(self, cache, ids, mask, request=PassRequest(plan=None, phase=None, last_chunk=True, on_layer=None,
-        on_leave=None, chunk=None), *, logits=0)
+        on_leave=None, chunk=None, tentative=False), *, logits=0)
     generate(self, input_ids, attention_mask=None, *, cache=None, chunk=None, progress=None, protect=None, quotas=None,
         question_tokens=None, reduce=True, measure=False, **options)
     is_composite
