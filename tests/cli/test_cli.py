@@ -591,9 +591,10 @@ def test_run_generates_as_asked(cli, model_dir, prompt_file):
     _, out, _ = cli(*given, "--decode", "fused")
     assert json.loads(out)["results"][0]["stats"]["decoding"]["engine"] == "fused"
     code, out, err = cli(*given, "--decode", "quick")
-    assert code == 2 and "--decode must be one of auto, eager, fused, graph, compile, got 'quick'" in err
+    assert code == 2 and "--decode must be one of auto, eager, fused, graph, got 'quick'" in err
     code, out, err = cli(*given, "--decode", "packed")
     assert code == 2 and "--decode 'packed' is gone" in err and "'fused'" in err
+    assert "--decode 'compile' is gone: it was slower than 'fused'" in cli("run", "x", "--decode", "compile")[2]
 
 
 def test_control_tokens_in_a_prompt_are_text(cli, model_dir, tmp_path):

@@ -21,7 +21,7 @@ from kvsieve.hf.decode import engine as fixed
 from kvsieve.hf.shared import next_logits
 from kvsieve.methods import KIVI, Int8, Outlier, Rotated, SnapKV
 from kvsieve.plans import Plan
-from small import one_compiled_graph, plan_of, recorder_stand_in
+from small import NothingWaits, plan_of, recorder_stand_in
 from tiny import tiny_prompt
 from tiny_models import build
 
@@ -245,14 +245,17 @@ def test_with_kernels(stand_in):
     assert (wanted - ours).abs().max() < CLOSE
 
 
-def test_a_pass_is_one_graph_that_serves_from_block_to_block():
-    """torch.compile takes the whole step in one piece, so nothing in it depends on how many blocks there are."""
+def test_a_pass_waits_for_nothing_from_block_to_block():
     small = build("llama", num_hidden_layers=1)
+    reasons = []
 
     def steps(sieve, feed):
         ids = tokens(1, 80)
-        feed(sieve.prefill(ids), ids, tokens(1, 24, seed=4))
+        cache = sieve.prefill(ids)
+        feed(cache, ids, tokens(1, 24, seed=4))
+        reasons.append(cache.turn.record.passes.reason)
 
-    with one_compiled_graph():
-        wanted, ours = (fed(PLANS["rotated"], decode, steps, small) for decode in ("eager", "compile"))
+    with recorder_stand_in(watched=NothingWaits):
+        wanted, ours = (fed(PLANS["rotated"], decode, steps, small) for decode in ("eager", "graph"))
+    assert "cannot be recorded" not in str(reasons)
     assert (wanted - ours).abs().max() < CLOSE

@@ -20,6 +20,7 @@ from kvsieve.hf.model.support import why_unsupported
 from kvsieve.hf.shared import read_shared
 from kvsieve.methods import SnapKV
 from kvsieve.plans import Plan
+from small import recorder_stand_in
 from tiny import greedy, padded_prompt, tiny_model
 
 GREEDY = greedy(max_new_tokens=6, return_dict_in_generate=True, output_logits=True)
@@ -187,7 +188,7 @@ def test_a_set_per_query_head_is_refused(model, prompt):
 
 
 def test_decoding_with_fixed_shapes_runs_eagerly_and_says_why(model, prompt):
-    with kvsieve.attach(model, plan("snapkv"), decode="compile") as sieve:
+    with recorder_stand_in(), kvsieve.attach(model, plan("snapkv"), decode="graph") as sieve:
         result = sieve.generate(*prompt, **GREEDY)
     assert "latent attention" in str(result.stats.decoding)
 

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvsieve
 from kvsieve.hf.decode import engine as engines
@@ -112,13 +113,33 @@ def stored(cache, padding=(0,)):
     return out
 
 
+class NothingWaits(TorchDispatchMode):
+    """Refuses operations that wait for the device, or whose shapes depend on data: a CUDA graph cannot have them."""
+
+    _WAITING = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim")
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        name = function.overloadpacket.__name__
+        places = arguments[1] if name.startswith("index") and isinstance(arguments[1], (list, tuple)) else ()
+        assert name not in self._WAITING, name
+        assert not any(place is not None and place.dtype == torch.bool for place in places), name
+        return function(*arguments, **(options or {}))
+
+
 @contextlib.contextmanager
-def recorder_stand_in(engine="graph"):
-    """Let this engine record a pass by running it once, as a warm-up does, and then run it whenever it is asked to."""
+def recorder_stand_in(engine="graph", watched=contextlib.nullcontext):
+    """Let this engine record a pass by running it once, as a warm-up does, and then run it whenever it is asked to.
+
+    watched: entered around each run.
+    """
 
     def record(run):
-        run()
-        return run
+        def watch():
+            with watched():
+                return run()
+
+        watch()
+        return watch
 
     before = engines.RECORDERS[engine]
     engines.RECORDERS[engine] = lambda device: record
@@ -126,29 +147,3 @@ def recorder_stand_in(engine="graph"):
         yield
     finally:
         engines.RECORDERS[engine] = before
-
-
-@contextlib.contextmanager
-def one_compiled_graph():
-    """Let "compile" record passes as torch.compile takes them, uncompiled: as one graph that waits for nothing."""
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    def record(run):
-        made = torch.compile(run, fullgraph=True, dynamic=False, backend=backend)
-        made()
-        return made
-
-    before = engines.RECORDERS["compile"]
-    engines.RECORDERS["compile"] = lambda device: record
-    torch._dynamo.reset()
-    try:
-        yield
-    finally:
-        engines.RECORDERS["compile"] = before
-    assert len(graphs) == 1
-    names = {str(node.target) for node in graphs[0].graph.nodes}
-    assert not names & {"item", "nonzero", "tolist", "masked_select", "unique", "cpu"}

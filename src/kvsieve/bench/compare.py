@@ -88,9 +88,9 @@ def run_length(
 
 
 def _counted(contender: Contender, prompt: TokensPrompt, new_tokens: int, model: Any, limits: Limits) -> dict[str, Any]:
-    """Count the work of a run and the time by part; the latter not for compiled or recorded passes."""
+    """Count the work of a run and the time by part; the latter not for recorded passes."""
     decode = contender.describe().get("decode")
-    spending = None if decode in ("compile", "graph") or model.device.type == "cuda" else Spending(model)
+    spending = None if decode == "graph" or model.device.type == "cuda" else Spending(model)
     work = Work(model, limits.geometry, prompt.ids.shape[1], len(prompt.ids), spending)
     work.start()
     if spending is not None:

@@ -19,9 +19,7 @@ _MEANT = {"gpu": "cuda", "nvidia": "cuda", "bf16": "bfloat16", "fp16": "float16"
 _DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "xla")
 DtypeOption = Annotated[str, option(MODEL, f"Dtype of the weights: {', '.join(DTYPES)}; auto is the fastest here")]
 DeviceOption = Annotated[str | None, option(MODEL, "Device: cpu, cuda, cuda:1 (default: the best one here)")]
-DecodeOption = Annotated[
-    str, option(GENERATION, "Decode engine: auto, eager, fused, graph or compile (docs/performance.md)")
-]
+DecodeOption = Annotated[str, option(GENERATION, "Decode engine: auto, eager, fused or graph (docs/performance.md)")]
 
 
 def check_dtype(dtype: str, known: Sequence[str] = DTYPES) -> None:

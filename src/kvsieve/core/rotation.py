@@ -6,7 +6,7 @@ import math
 
 from kvsieve.lazy import Tensor, torch
 
-# Cached forever: recorded passes read them at their address. torch.compile would bypass a cached function.
+# Cached forever: recorded passes read them at their address.
 _ROTATIONS: dict[tuple[int, torch.device], Tensor] = {}
 
 

@@ -75,12 +75,11 @@ def attach(model: Any, plan: Plan, *, decode: str = "auto", tokenizer: Any = Non
     Args:
         model: a causal language model of transformers, unmodified.
         plan: made with `kvsieve.plan`, or of role objects.
-        decode: how tokens after a prompt are computed: "eager" as transformers does; "graph" by a CUDA graph; "compile"
-            by torch.compile, which takes a minute for each new size of the stores; "fused", on a CPU, with the small
-            operations of norms, positions and gates, and products of few tokens with the model's weights, in compiled
-            calls (other rounding); "auto" by a graph on CUDA, and on a CPU fused, where float32 weights that are
-            bfloat16 numbers are read from copies in bfloat16 if memory allows them. What cannot be run so is run
-            eagerly, and ``stats.decoding`` says why.
+        decode: how tokens after a prompt are computed: "eager" as transformers does; "graph" by a CUDA graph;
+            "fused", on a CPU, with the small operations of norms, positions and gates, and products of few tokens with
+            the model's weights, in compiled calls (other rounding); "auto" by a graph on
+            CUDA, and on a CPU fused, where float32 weights that are bfloat16 numbers are read from copies in bfloat16
+            if memory allows them. What cannot be run so is run eagerly, and ``stats.decoding`` says why.
         tokenizer: the model's, for plans that feed texts of their own (`kvzip`, which asks the model to repeat its
             prompt; ``sieve.chat(tokenizer)`` serves as well), for parameters that depend on how it splits digits,
             and for the text of ``result.kept``.
@@ -175,10 +174,7 @@ def _why_compiled(model: Any) -> str | None:
     # A model in torch.compile's own wrapper generates without it.
     if found is None or (found == "forward" and "_orig_mod" in vars(model)["_modules"]):
         return None
-    return (
-        f"its {found} is compiled with torch.compile, where a plan cannot act: attach to the model as it was loaded, "
-        "and have tokens compiled by kvsieve.attach(..., decode='compile')"
-    )
+    return f"its {found} is compiled with torch.compile, where a plan cannot act: attach to the model as it was loaded"
 
 
 def under(sieve: Sieve, plan: Plan) -> Sieve:

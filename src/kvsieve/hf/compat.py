@@ -213,9 +213,6 @@ def plain_cache_layers(config: Any) -> list[Any]:
 
 def is_plain_mask(mask_function: Any) -> bool:
     """Tell whether a mask function is causal, maybe within a sliding window or chunks, and nothing beside it."""
-    if mask_function is causal_mask_function:
-        # torch.compile, which runs this too, cannot look into functions.
-        return True
     parts = _mask_parts(mask_function)
     others = [getattr(part, "__qualname__", "") for part in parts if part is not causal_mask_function]
     return len(parts) - len(others) == 1 and len(others) < 2 and _LOCAL.issuperset(others)

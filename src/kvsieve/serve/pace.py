@@ -123,8 +123,6 @@ def pause_within(layers: Sequence[nn.Module]) -> list[torch.utils.hooks.Removabl
 
 
 def _rest(module: nn.Module, args: object) -> None:
-    if torch.compiler.is_compiling():
-        return
     current = getcurrent()
     if isinstance(current, Coroutine):
         current.rest()

@@ -64,10 +64,10 @@ class Passes:
     """Counts of how the passes after a prompt were run.
 
     Attributes:
-        fixed: passes of fixed shapes, recorded or compiled.
+        fixed: passes of fixed shapes, recorded.
         eager: passes run as transformers does.
         reason: why the last eager one was.
-        captures: how often a pass was recorded or compiled.
+        captures: how often a pass was recorded.
         capture_s: seconds of that.
     """
 

@@ -1,4 +1,4 @@
-"""Decoding with fixed shapes: a pass is recorded (CUDA graph) or compiled once, and run again for every token.
+"""Decoding with fixed shapes: a pass is recorded once, as a CUDA graph, and run again for every token.
 
 While a plan is attached the decoder's `forward` is replaced on the instance. It runs what it can with fixed shapes
 (recorded_pass.py) and all else as transformers does, and the turn's record says why. The decoder's hooks, the output
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Runs the decoder's passes while a plan is attached. asked: "eager", "fused", "graph" or "compile".
+    """Runs the decoder's passes while a plan is attached. asked: "eager", "fused" or "graph".
 
     refusal: why no pass can be run as asked, None while some may.
 
@@ -226,7 +226,7 @@ class Engine:
             raise Refused(f"the buffers change too often: {passes.captures} recordings served {passes.fixed} tokens")
         _make_room(session)
         static = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in inputs.items()}
-        made = RecordedPass(session, self._forward, static, options, compiled=self.asked == "compile")
+        made = RecordedPass(session, self._forward, static, options)
         reason = made.prepare(cache)
         if reason is not None:
             raise Refused(reason)

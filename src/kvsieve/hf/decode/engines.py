@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from kvsieve.errors import PlanError
 
-ENGINES = ("auto", "eager", "fused", "graph", "compile")
+ENGINES = ("auto", "eager", "fused", "graph")
+_GONE = {
+    "packed": "products of few tokens are as fast with weights as they lie. Leave it out, or say 'fused'",
+    "compile": "it was slower than 'fused' on CPUs, and 'graph' serves CUDA. Leave it out",
+}
 
 
 def check_engine(name: str, option: str) -> None:
     """Raise PlanError for an engine that does not exist. option: what it was given as, such as "--decode"."""
-    if name == "packed":
-        raise PlanError(
-            f"{option} 'packed' is gone: products of few tokens are as fast with weights as they lie. Leave it out, or "
-            "say 'fused', which has them"
-        )
+    if name in _GONE:
+        raise PlanError(f"{option} {name!r} is gone: {_GONE[name]}")
     if name not in ENGINES:
         raise PlanError(f"{option} must be one of {', '.join(ENGINES)}, got {name!r}")

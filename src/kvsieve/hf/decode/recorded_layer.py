@@ -70,7 +70,7 @@ class RecordedLayer(SieveLayer):
         self.store, self.view, self.index, self.reading = layer.store, layer.view, index, reading
         self.tensors = layer.store.tensors
         self.encoded = FixedEntries.of(layer.store)
-        # Asked here because torch.compile cannot.
+        # Asked once, not at every token.
         self.foreseen = foresee(self.tensors[0])
         self.executor: str | None = None
         self.remembered = self._remembered()
@@ -154,7 +154,7 @@ class RecordedLayer(SieveLayer):
         request: AttentionRequest[Any, None] = AttentionRequest(
             asked, self._stored([numbers.length(at) for at in self.lengths])
         )
-        if self.executor is None and not torch.compiler.is_compiling():
+        if self.executor is None:
             self.executor = explain(request)
         return attend(request)
 

@@ -56,13 +56,11 @@ class RecordedPass(Session):
         forward: Callable[..., Any],
         inputs: dict[str, Tensor],
         options: dict[str, Any],
-        *,
-        compiled: bool,
     ) -> None:
         super().__init__(
             session.plan, None, session.cache, session.step, session.tokens, session.model, session.request
         )
-        self.forward, self.inputs, self.compiled = forward, inputs, compiled
+        self.forward, self.inputs = forward, inputs
         for layer in session.cache.sieve_layers.values():
             # May give the store other buffers.
             layer.store.prepare_slots(session.cache.num_seen)
@@ -153,7 +151,7 @@ class RecordedPass(Session):
 
     def activate(self) -> contextlib.AbstractContextManager[None]:
         """Make this what the decoder's attention finds as the pass in progress."""
-        return forward.activate(self, compiled=self.compiled)
+        return forward.activate(self)
 
 
 def check_plan(session: Session) -> None:

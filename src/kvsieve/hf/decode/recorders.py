@@ -1,4 +1,4 @@
-"""Recorders of a decoding pass, so that it can be run again: as a CUDA graph, or by torch.compile."""
+"""Recorders of a decoding pass, so that it can be run again: as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -42,21 +42,5 @@ class Graphs:
         return replay
 
 
-class Compiler:
-    """Compiles passes with torch.compile, in one piece where that works."""
-
-    def __init__(self, device: torch.device) -> None:
-        pass
-
-    def __call__(self, run: Run) -> Run:
-        compiled = torch.compile(run, fullgraph=True, dynamic=False)
-        try:
-            compiled()
-        except torch._dynamo.exc.Unsupported:
-            compiled = torch.compile(run, dynamic=False)
-            compiled()
-        return compiled
-
-
 # How a pass is recorded: takes it, runs it at least once, and returns what runs it again.
-RECORDERS: dict[str, Callable[[torch.device], Callable[[Run], Run]]] = {"graph": Graphs, "compile": Compiler}
+RECORDERS: dict[str, Callable[[torch.device], Callable[[Run], Run]]] = {"graph": Graphs}

@@ -49,12 +49,12 @@ def attention_function(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend, as attention modules do while attached; signature of transformers' AttentionInterface."""
-    session = current()
-    if session is None and torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         raise UnsupportedModelError(
             "the model, or a part of it, was compiled with torch.compile, where a plan cannot act: "
-            "attach to the model as it was loaded, and compile its passes with kvsieve.attach(..., decode='compile')"
+            "attach to the model as it was loaded"
         )
+    session = current()
     if session is None:
         raise CacheStateError(f"{type(module).__name__} ran outside its decoder while kvsieve is attached to the model")
     given = attention_mask, scaling, kwargs

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvsieve.core.checks import look
@@ -31,31 +29,19 @@ from kvsieve.types import Step
 _log = logging.getLogger(__name__)
 
 _ACTIVE: ContextVar[Session | None] = ContextVar("kvsieve_session", default=None)
-# The session of passes that torch compiles, which cannot look into a ContextVar; one context at a time has it.
-_COMPILED: Session | None = None
-_COMPILED_LOCK = threading.RLock()
 
 
 def current() -> Session | None:
     """Return the pass in progress in this context."""
-    return _COMPILED if torch.compiler.is_compiling() else _ACTIVE.get()
+    return _ACTIVE.get()
 
 
 @contextlib.contextmanager
-def activate(session: Session, *, compiled: bool) -> Iterator[None]:
-    """Make `session` the current one, in passes that torch compiles, too, if `compiled`: others wait meanwhile."""
-    global _COMPILED
+def activate(session: Session) -> Iterator[None]:
+    """Make `session` the current one."""
     token = _ACTIVE.set(session)
     try:
-        if not compiled:
-            yield
-            return
-        with _COMPILED_LOCK:
-            before, _COMPILED = _COMPILED, session
-            try:
-                yield
-            finally:
-                _COMPILED = before
+        yield
     finally:
         _ACTIVE.reset(token)
 

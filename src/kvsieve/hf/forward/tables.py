@@ -16,7 +16,7 @@ from kvsieve.hf.model.tables import RotaryTables
 def make_tables(tables: RotaryTables, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     """Replace what the rotary module gives by the tables of the whole sequence. A forward hook of the module."""
     session = passes.current()
-    recorded = torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    recorded = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if session is None or recorded:
         return None
     call = tables.arguments(args, kwargs)

@@ -65,9 +65,9 @@ class Decoding:
     """The engine that computed the tokens after the first.
 
     Attributes:
-        engine: "eager", "fused", "graph" or "compile", whichever ran most of them.
+        engine: "eager", "fused" or "graph", whichever ran most of them.
         reason: why it was not the one asked for, else None.
-        captures: how often a pass was recorded or compiled.
+        captures: how often a pass was recorded.
         capture_s: the seconds that took.
         reading: how entries that a reader had chosen were read: "compiled", or "torch" and why; None where none were.
         compile_s: seconds that compiling C code for it took in this process; 0 where it lay ready, as it does in every

@@ -132,7 +132,7 @@ def end(*, all_parts: bool = False) -> None:
 def look() -> None:
     """Set torch's threads within a pass to the number of cores that others do not use."""
     global _meter
-    if torch.compiler.is_compiling() or _own.asked == 1 or not _own.depth or not _SWITCHED_ON:
+    if _own.asked == 1 or not _own.depth or not _SWITCHED_ON:
         return
     _meter = _meter or Meter()
     threads = threads_beside(_own.asked, _meter.cores, _meter.others())

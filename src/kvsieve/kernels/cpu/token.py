@@ -42,8 +42,8 @@ def why_not(query: Tensor, keys: Tensor, values: Tensor, rows: int) -> str | Non
     dtype = query.dtype
     if not (query.is_cpu and dtype in _DTYPES and keys.dtype == dtype and values.dtype == dtype):
         return "it is for CPUs, in float32 or bfloat16"
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and query.requires_grad):
-        return "a gradient is wanted, or the pass is compiled"
+    if torch.is_grad_enabled() and query.requires_grad:
+        return "a gradient is wanted"
     if (reason := built().reason) is not None:
         return reason
     if keys.shape[-2] >= _LONG and rows < asked_threads():
