@@ -68,10 +68,7 @@ MOST_BY_PACKAGE = {
     "cache": 19,
     "eval": 16,
     "hf": 28,
-    "kept": 32,
     "kvsieve_vllm": 25,
-    "roles": 18,
-    "store": 37,
 }
 
 

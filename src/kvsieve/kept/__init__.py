@@ -1,1 +1,1 @@
-"""Tokens that a cache still holds: as data, as a page, in a terminal."""
+"""Tokens still in a cache: as data, as an HTML page, in a terminal."""

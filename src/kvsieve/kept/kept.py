@@ -1,4 +1,4 @@
-"""Kept tokens that show themselves: in a terminal, in a notebook, on a page."""
+"""Kept tokens with displays for terminal, notebook and HTML page."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from kvsieve.kept.tokens import KeptTokens
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Kept(KeptTokens):
-    """Tokens of a conversation and the layers and heads that still store each: copies that keep no cache alive.
+    """Tokens of a conversation and the layers and heads that still store each; does not keep the cache alive.
 
-    Printed, it is a map of layers and positions; in a notebook the text, coloured by the share that holds it. `share`
-    has a number per token, `of` tells of a string, `layers` have the details.
+    Printed as a map of layers and positions; in a notebook as text coloured by share. `share` has a number per token,
+    `of` looks up a string, `layers` have the details.
     """
 
     def to_text(self, width: int = 80) -> str:
-        """Draw the map of layers and positions in lines of at most `width` signs."""
+        """Draw the map of layers and positions in lines of at most `width` characters."""
         return map_text(self, width)
 
     def to_html(self, find: str = "") -> str:
-        """Make one page that needs no network: the coloured text, the map, entries per layer, a search box.
+        """Return a self-contained page: coloured text, map, entries per layer, search box.
 
         Args:
-            find: looked for when the page is opened.
+            find: initial search text.
 
         Raises:
             InputError: no tokenizer is known.

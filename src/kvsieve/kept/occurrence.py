@@ -1,4 +1,4 @@
-"""A part of the text, and its fate in each layer."""
+"""A part of the text, and its state in each layer."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Occurrence:
     """Tokens of a string, and the layers that still store them.
 
     Attributes:
-        start: number of the first token.
-        end: number of the token behind the last.
+        start: first token.
+        end: end of the tokens, exclusive.
         part: "prompt", "answer" or "earlier turns".
-        share: of layers and heads that hold its tokens and let the answer read them.
-        layers: indices of the layers that the next three are of.
+        share: of layers and heads that store its tokens for the answer to attend to.
+        layers: indices of the layers of the next three.
         stored: share of heads that store its tokens, per layer.
-        read: share of heads whose entries the answer reads, per layer.
-        reached: share of its tokens that came to the layer, per layer.
-        unreached: words for those that did not.
-        text: the string, "" where tokens were named.
+        read: share of heads with entries that the answer attends to, per layer.
+        reached: share of its tokens that reached the layer, per layer.
+        unreached: description of those that did not.
+        text: the string, "" for tokens given by number.
     """
 
     start: int
@@ -39,7 +39,7 @@ class Occurrence:
 
     @property
     def states(self) -> list[str]:
-        """Its fate in each layer: "whole", "in part", "evicted", "not read", or that it never came there."""
+        """State in each layer: "whole", "in part", "evicted", "not read", or never reached."""
         return [
             state(stored, read, reached, self.unreached)
             for stored, read, reached in zip(self.stored, self.read, self.reached, strict=True)
@@ -47,7 +47,7 @@ class Occurrence:
 
     @property
     def where(self) -> str:
-        """Its fate by layers, in words: ``layers 0–9 whole, 10–11 in part (33–50%), 12–29 never reached``."""
+        """State by layers, in words: ``layers 0–9 whole, 10–11 in part (33–50%), 12–29 never reached``."""
         parts = []
         for name, first, last in runs(self.states):
             layers = f"{self.layers[first]}" + (f"–{self.layers[last]}" if last > first else "")
@@ -64,7 +64,7 @@ class Occurrence:
 
 
 def state(stored: float, read: float, reached: float, unreached: str) -> str:
-    """Name what became of some tokens in a layer; shares as in Occurrence."""
+    """Return the name of the state of tokens in a layer; shares as in Occurrence."""
     if read == 1:
         return "whole"
     if read > 0:
@@ -75,7 +75,7 @@ def state(stored: float, read: float, reached: float, unreached: str) -> str:
 
 
 def runs(names: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Runs of equal names: the name, its first and its last place."""
+    """Return runs of equal names: name, first and last index."""
     found, at = [], 0
     for name, group in itertools.groupby(names):
         count = len(list(group))

@@ -1,4 +1,4 @@
-"""One page that shows a conversation's text, coloured by what is still held of it."""
+"""HTML page of a conversation's text, coloured by its share in the cache."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvsieve.kept.tokens import KeptLayer, KeptTokens
 from kvsieve.report import html as h
 from kvsieve.report.tables import Entry, Table
 
-# A share is written as a byte of so many parts; this one is of a token that did not come to the layer.
+# Shares are encoded as a byte of so many parts; this value marks tokens that did not reach the layer.
 PARTS, UNREACHED = 200, 255
-# Tokens that a notebook shows at most.
+# Most tokens shown in a notebook.
 _SHOWN = 2000
 
 LEGEND = "".join(f'<i class="s{level}">{10 * level}%</i>' for level in range(11))
 
 
 def html_page(kept: KeptTokens, find: str = "") -> str:
-    """Make the page; see Kept.to_html."""
+    """Return the page; see Kept.to_html."""
     facts = h.text_table("In short", ["", ""], kept.describe())
     verb = "lets the answer read" if kept.is_view else "still holds"
     intro = h.paragraph(f"Each token is coloured by the share of layers and KV heads that {verb} it.")
@@ -52,7 +52,7 @@ def html_page(kept: KeptTokens, find: str = "") -> str:
 
 
 def short_html(kept: KeptTokens) -> str:
-    """The coloured text for a notebook, its beginning where it is long."""
+    """Return the coloured text for a notebook, truncated if long."""
     spans = "".join(_spans(kept, 0, min(len(kept), _SHOWN), styled=True))
     rest = (
         "" if len(kept) <= _SHOWN else h.paragraph(f"The first {_SHOWN} of {len(kept)} tokens; kept.to_html() has all.")
@@ -61,7 +61,7 @@ def short_html(kept: KeptTokens) -> str:
 
 
 def layer_table(kept: KeptTokens) -> Table:
-    """Entries of every layer."""
+    """Return a table of the entries of every layer."""
     headers = ["layer", "kind", "entries per KV head", "held"]
     reached, read = any(layer.reached is not None for layer in kept.layers), kept.is_view
     headers += ["read by the answer"] * read + [f"tokens {kept.unreached}"] * reached
@@ -90,7 +90,7 @@ def _parts(kept: KeptTokens) -> Iterator[str]:
 
 
 def _spans(kept: KeptTokens, start: int, end: int, *, styled: bool = False) -> Iterator[str]:
-    """An element per piece of text; styled: with its colour, for where there is no style sheet."""
+    """Yield an element per piece of text. styled: with inline colours, for use without the style sheet."""
     share, deep = kept.share, kept.deep
     for piece in kept.pieces:
         if not start <= piece.start < end:
@@ -101,7 +101,7 @@ def _spans(kept: KeptTokens, start: int, end: int, *, styled: bool = False) -> I
         if styled:
             yield f'<span style="background:rgba(11,92,173,{0.6 * mean:.2f})" title="{mean:.0%}">{text}</span>'
             continue
-        # Only what no layer has is in the lowest class, and only what all have in the highest.
+        # The lowest class is for tokens stored nowhere, the highest for tokens stored everywhere.
         level = 0 if mean == 0 else 10 if mean == 1 else min(9, max(1, round(10 * mean)))
         kinds = [f"s{level}", *["c"] * piece.control, *["n"] * ("\n" in piece.text)]
         kinds += ["d"] * (deep is not None and bool(deep[where].any()))
@@ -110,13 +110,13 @@ def _spans(kept: KeptTokens, start: int, end: int, *, styled: bool = False) -> I
 
 
 def _data(kept: KeptTokens) -> str:
-    """Shares of every counted layer and token as bytes, row by row, for the script."""
+    """Return the shares of counted layers and tokens as bytes, row by row, for the script."""
     layers = kept.counted
     rows = []
     for layer in layers:
         assert layer.shown is not None
         row = (layer.shown * PARTS).round().clamp(max=PARTS)
-        # What is held in some head is not nothing, and what one head lacks is not all.
+        # A token in some heads only is neither 0 nor all.
         row = torch.where((layer.shown > 0) & (row == 0), 1, row)
         row = torch.where((layer.shown < 1) & (row == PARTS), PARTS - 1, row)
         if layer.reached is not None:

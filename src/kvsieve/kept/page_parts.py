@@ -21,7 +21,7 @@ STYLE = """
   background: var(--shade); border-top: 1px solid var(--line); font-size: .85rem; }
 """
 
-# Says of a part of the text what Occurrence says of it.
+# The counterpart of Occurrence.
 SCRIPT = r"""
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);

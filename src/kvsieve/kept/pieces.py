@@ -1,4 +1,4 @@
-"""The text of each token, put together to pieces that end between characters."""
+"""The text of each token, merged into pieces that end between characters."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _MOST = 4
 
 @dataclass(frozen=True)
 class Piece:
-    """Text of a token, or of the few that make one character together.
+    """Text of a token, or of several that encode one character.
 
     Attributes:
-        start: number of its first token.
-        end: number of the token behind it.
+        start: first token.
+        end: end of the tokens, exclusive.
         text: the text.
-        control: True for a token of the tokenizer's own, such as the end of a turn.
+        control: True for a control token, such as the end of a turn.
     """
 
     start: int
@@ -30,7 +30,7 @@ class Piece:
 
 
 def text_pieces(tokenizer: Any, ids: Sequence[int]) -> tuple[Piece, ...]:
-    """Decode token by token; together the pieces have every token once, in order."""
+    """Return the text of each token; the pieces cover every token once, in order."""
     special, found, begin = special_ids(tokenizer), [], 0
     for at, token in enumerate(ids):
         if token in special:
@@ -41,8 +41,8 @@ def text_pieces(tokenizer: Any, ids: Sequence[int]) -> tuple[Piece, ...]:
 
 
 def _decoded(tokenizer: Any, ids: Sequence[int], begin: int, end: int) -> list[Piece]:
-    """Pieces of the tokens from `begin` to `end`, none of them a control token."""
-    # The piece before is decoded along: some tokenizers leave out a space at the beginning of what they decode.
+    """Return pieces of the tokens from `begin` to `end`, none of them a control token."""
+    # The previous piece is decoded too: some tokenizers drop a space at the beginning of a text.
     pieces, before, start, known = [], begin, begin, ""
     for at in range(begin, end):
         piece = _text(tokenizer, ids[before : at + 1])[len(known) :]

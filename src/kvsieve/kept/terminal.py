@@ -1,4 +1,4 @@
-"""Layers and positions in a terminal."""
+"""Map of layers and positions for a terminal."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kvsieve.kept.tokens import KeptLayer, KeptTokens
 from kvsieve.text import printable
 
 _LINES = 32
-# Up to each share its sign; tokens that never came to a layer have a sign of their own.
+# Signs by upper bound of the share; tokens that never reached a layer have their own.
 _SIGNS = ((0.0, " "), (0.1, "░"), (0.34, "▒"), (0.67, "▓"), (1.0, "█"))
 _LEGEND = "░ to 10%  ▒ to 34%  ▓ to 67%  █ more"
 _UNREACHED = "·"
 
 
 def map_text(kept: KeptTokens, width: int) -> str:
-    """Write a map of layers and positions in lines of at most `width` signs, and below it what is worth telling."""
+    """Draw a map of layers and positions in lines of at most `width` characters, with notes below."""
     facts = [f"{name}: {text}" for name, text in kept.describe()]
     layers = kept.counted
     if not layers:
@@ -45,7 +45,7 @@ def _groups(layers: list[KeptLayer], together: int) -> list[list[KeptLayer]]:
 
 
 def _came(reached: torch.Tensor | None, length: int, bins: int) -> torch.Tensor:
-    """Bins some of whose tokens came to a layer, bool [bins]."""
+    """Return bool [bins]: bins with tokens that reached a layer."""
     place = torch.arange(length) * bins // length
     return torch.bincount(place if reached is None else place[reached], minlength=bins) > 0
 

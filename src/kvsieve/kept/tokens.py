@@ -1,4 +1,4 @@
-"""Tokens of a prompt and the share of layers and heads that still hold each."""
+"""Tokens of a conversation and the share of layers and heads that still store each."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from kvsieve.kept.pieces import Piece, text_pieces
 
 @dataclass(frozen=True, eq=False)
 class KeptLayer:
-    """Tokens that one layer holds.
+    """Tokens stored by one layer.
 
     Attributes:
         index: of the layer.
-        kind: what it is, in words.
-        counts: True where a plan may drop what it holds; shares are of these layers.
-        heads: KV heads that store; more than the model has where each query head has its own.
-        stored: float32 [N], share of the heads that hold each token; None for a layer without entries of tokens.
-        read: float32 [N], share of the heads whose entry of the token this turn's answer reads; None: all stored.
-        reached: bool [N], tokens that came to this layer; None for all.
+        kind: description of the layer.
+        counts: True if a plan may evict from it; shares are over these layers.
+        heads: heads that store entries; more than the model's KV heads if query heads store their own.
+        stored: float32 [N], share of the heads that store each token; None for a layer without token entries.
+        read: float32 [N], share of the heads with an entry that this turn's answer attends to; None: all stored.
+        reached: bool [N], tokens that reached this layer; None for all.
     """
 
     index: int
@@ -41,24 +41,24 @@ class KeptLayer:
 
     @property
     def shown(self) -> Tensor | None:
-        """float32 [N]: what the answer can attend to of it, stored and read."""
+        """float32 [N]: share of heads that store the token for the answer to attend to."""
         return self.stored if self.read is None else self.read
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class KeptTokens:
-    """Tokens of a conversation and where each is still held.
+    """Tokens of a conversation and the layers and heads that still store each.
 
     Attributes:
         method: the plan's name.
-        tokens: int64 [N], the row's tokens without padding that the model has read, of all turns.
-        prompt_start: number of the first token of this turn's prompt.
-        prompt_end: number of the first token behind it, which the answer begins with.
+        tokens: int64 [N], the row's processed tokens without padding, of all turns.
+        prompt_start: first token of this turn's prompt.
+        prompt_end: end of the prompt, where the answer begins.
         layers: all decoder layers.
         row: of the batch.
-        unreached: words for a token that did not come to a layer.
-        notes: what the map cannot tell.
-        tokenizer: turns tokens into text; None where none is known.
+        unreached: description of tokens that did not reach a layer.
+        notes: limits of the map.
+        tokenizer: decodes tokens; None if unknown.
     """
 
     method: str
@@ -75,22 +75,22 @@ class KeptTokens:
         return len(self.tokens)
 
     def with_tokenizer(self, tokenizer: Any) -> Self:
-        """Copy it with the tokenizer that turns its tokens into text."""
+        """Return a copy with this tokenizer."""
         return replace(self, tokenizer=tokenizer)
 
     @property
     def counted(self) -> list[KeptLayer]:
-        """Layers that shares are of: those whose KV grows, or, without any, all that hold entries."""
+        """Layers that shares are over: those with growing KV or, without any, all with entries."""
         return [layer for layer in self.layers if layer.counts]
 
     @property
     def is_view(self) -> bool:
-        """True where the answer reads less than what is stored."""
+        """True if the answer attends to fewer entries than are stored."""
         return any(layer.read is not None for layer in self.layers)
 
     @functools.cached_property
     def share(self) -> Tensor:
-        """float32 [N]: share of layers and heads that still hold each token and let the answer read it."""
+        """float32 [N]: share of layers and heads that store each token for the answer to attend to."""
         return self._share([layer.shown for layer in self.counted])
 
     @functools.cached_property
@@ -100,7 +100,7 @@ class KeptTokens:
 
     @property
     def deep(self) -> Tensor | None:
-        """bool [N]: tokens that came to the deepest layer; None where all did."""
+        """bool [N]: tokens that reached the deepest layer; None if all did."""
         return self.counted[-1].reached if self.counted else None
 
     @functools.cached_property
@@ -123,7 +123,7 @@ class KeptTokens:
         return "".join(piece.text for piece in self.pieces)
 
     def of(self, text: str) -> list[Occurrence]:
-        """Find a string, and tell of each occurrence where it is held and where it was lost; [] if it does not occur.
+        """Return each occurrence of a string, with the layers that still store it; [] if there is none.
 
         Raises:
             InputError: the string is empty, or no tokenizer is known.
@@ -140,10 +140,10 @@ class KeptTokens:
         return found
 
     def at(self, start: int, end: int) -> Occurrence:
-        """Tell of the tokens from `start` up to `end`, padding not counted, where they are held.
+        """Return the state of tokens `start` to `end` (exclusive), without padding.
 
         Raises:
-            InputError: there are no such tokens.
+            InputError: no such tokens.
         """
         if not 0 <= start < end <= len(self):
             raise InputError(f"tokens ({start}, {end}) of {len(self)}: expected 0 <= start < end <= {len(self)}")
@@ -166,7 +166,7 @@ class KeptTokens:
 
     @property
     def parts(self) -> list[tuple[str, int, int]]:
-        """Earlier turns, prompt and answer: name, first token and the one behind the last; those that have tokens."""
+        """Return the non-empty ones of earlier turns, prompt and answer: name, first token, end."""
         edges = (
             ("earlier turns", 0, self.prompt_start),
             ("prompt", self.prompt_start, self.prompt_end),
@@ -175,16 +175,16 @@ class KeptTokens:
         return [each for each in edges if each[1] < each[2]]
 
     def map(self, bins: int, *, tokens: int | None = None, stored: bool = False) -> Tensor:
-        """Mean share by layer and position, float32 [layers, bins], all layers.
+        """Return the mean share by layer and position, float32 [layers, bins], for all layers.
 
         Args:
             bins: columns of the map.
-            tokens: the first so many tokens only; None for all.
-            stored: of what is stored, whatever the answer reads.
+            tokens: use only the first so many; None for all.
+            stored: count all stored entries, even those that the answer does not attend to. Default False.
         """
         length = len(self) if tokens is None else tokens
         if 0 < length < bins:
-            # Every column shows the token at its place: none is without one.
+            # Every column shows at least one token.
             return self.map(length, tokens=tokens, stored=stored)[:, torch.arange(bins) * length // bins]
         place = torch.arange(length) * bins // max(length, 1)
         size = torch.bincount(place, minlength=bins).clamp_min(1)
@@ -196,7 +196,7 @@ class KeptTokens:
         return found / size
 
     def describe(self) -> list[tuple[str, str]]:
-        """Return what is worth telling, as names and texts."""
+        """Return the facts worth showing, as names and texts."""
         held = "read by the answer" if self.is_view else "held"
         rows = [("tokens", ", ".join(f"{name} {end - start}" for name, start, end in self.parts))]
         rows.append((held, f"{percent(float(self.share.mean()))} of all layers and heads together"))

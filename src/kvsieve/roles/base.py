@@ -1,4 +1,4 @@
-"""The base class of all roles: what a class says of itself, and a check of what it defines."""
+"""The base class of all roles, its traits, and a check of subclasses."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ class Traits:
     """Facts about a role, given as keywords of its class: ``class SnapKV(Evictor, heads="own")``.
 
     Attributes:
-        needs: facts about the model that it asks ``ctx.model`` for, "rotary" and "output_weight"; with "hidden" among
-            them, an evictor that observes is given ``ctx.hidden`` and ``ctx.output``; "uncapped" are logits without a
-            cap (``AttentionTerms.softcap``). A model without them is refused.
-        heads: whose heads it looks at to choose for a KV head: "own" where that KV head and its query heads are enough,
-            "all" where other heads of the layer count and it asks ``ctx.ranks`` for those of other processes. None:
-            not said, so the plan is refused where tensor parallelism divides heads. A subclass must say it again.
+        needs: required facts of ``ctx.model``: "rotary" and "output_weight"; with "hidden", an evictor that observes
+            gets ``ctx.hidden`` and ``ctx.output``; "uncapped" requires logits without a cap
+            (``AttentionTerms.softcap``). Other models are refused.
+        heads: heads needed to choose for a KV head: "own" for that KV head and its query heads, "all" if other heads of
+            the layer count and `ctx.ranks` is used for those of other processes. None: unknown, so the plan is refused
+            if tensor parallelism divides heads. Not inherited.
         ragged: KV heads may keep different numbers of entries.
-        is_view: an evictor that drops nothing: what it selects is what this turn's answer reads.
-        recuts: what it drops of a layer may depend on layers behind it, so that it drops more of the layer later in the
-            same pass.
-        takes_quotas: an evictor that ranks entries by scores, so that ``quotas=`` can be asked of it.
-        static_shapes: a reader that also works on sequences whose length is on the device (core.kv_rows.DeviceLength),
-            and remembers nothing but an IncrementalMetadata of each; passes can then be recorded.
-        query_aware: what an evictor or propagator chooses depends on queries, those of the question at the prompt's end
-            among them. None: not said, which is taken for True. A subclass must say it again.
-        fixed_counts: an evictor that keeps exactly `counts` entries of every KV head, in every layer alike, at lengths
-            that `Evictor.rhythm` gives, so that an engine can free blocks. It chooses by the queries of its `window`,
-            keys and values alone. A subclass must say it again.
-        remembers: an evictor with `fixed_counts` goes on from what it left in ``ctx.state`` when it acted last.
+        is_view: an evictor that drops nothing: its selection is the entries this turn's answer attends to.
+        recuts: drops of a layer may depend on later layers, so more of the layer may be dropped later in the same pass.
+        takes_quotas: an evictor that ranks entries by scores, so that ``quotas=`` may be set.
+        static_shapes: a reader that also works on sequences with a length on the device (core.kv_rows.DeviceLength),
+            with only an IncrementalMetadata of each as state; passes can then be recorded.
+        query_aware: an evictor or propagator with choices that depend on queries, including those of the question at
+            the prompt's end. None: unknown, treated as True. Not inherited.
+        fixed_counts: an evictor that keeps exactly `counts` entries in every KV head and layer, at lengths given by
+            `Evictor.rhythm`, so that an engine can free blocks. It chooses only by the queries of its `window`, keys
+            and values. Not inherited.
+        remembers: an evictor with `fixed_counts` that continues from its last ``ctx.state``.
     """
 
     needs: tuple[str, ...] = ()
@@ -55,7 +54,7 @@ class Traits:
 # Traits that a subclass does not inherit.
 _OWN: dict[str, Any] = {"heads": None, "query_aware": None, "fixed_counts": False}
 _TRAITS = frozenset(each.name for each in dataclasses.fields(Traits))
-# Every public class of a role that a module has defined, by the name that files use for it.
+# Public role classes by their `role_name`.
 _CLASSES: dict[str, type[Role]] = {}
 
 
@@ -81,17 +80,17 @@ class Role(Checked, ABC):
 
 
 def role_name(kind: type) -> str:
-    """The name by which plans in files call a role's class: "SnapKV" for kvsieve's own, else "module:Name"."""
+    """Return the name of a role's class in files: "SnapKV" for kvsieve's own, else "module:Name"."""
     return kind.__name__ if kind.__module__.startswith("kvsieve.methods.") else f"{kind.__module__}:{kind.__name__}"
 
 
 def role_class(name: str) -> type[Role] | None:
-    """The inverse of `role_name`, among the classes that have been defined; None for any other name."""
+    """Return the defined class of this `role_name`, or None."""
     return _CLASSES.get(name)
 
 
 def _check_contract(cls: type[Role]) -> None:
-    """Raise TypeError where a class defines a method of its role's contract as a value, or a value as a method."""
+    """Raise TypeError for a class that defines a method of its role's contract as a value, or a value as a method."""
     contract = {
         name: isinstance(value, types.FunctionType)
         for base in reversed(cls.__mro__[1:])

@@ -1,4 +1,4 @@
-"""Codecs: how stored entries are encoded."""
+"""Codecs: encodings of stored entries."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ if TYPE_CHECKING:
 
     from kvsieve.core.codes import CodeFormat
 
-# Last queries of a prompt that keys are encoded for where they are set aside.
+# Last queries of a prompt for which evicted keys are encoded.
 ASKED = 32
 
 
 class Codec(Role, heads="own"):
-    """Encodes stored entries in few bits once they have left the newest ones.
+    """Encodes stored entries in few bits once they are no longer among the newest.
 
-    An entry is encoded once, in a block of up to `block` entries of its KV head; attention decodes blocks as it reads
-    them. The newest entries stay exact: `tail` of them, or a 32nd of what is stored where that is less, and, of those
-    behind a prompt, what does not fill a block yet. Subclasses are dataclasses with these as fields, of which they may
-    change the defaults.
+    An entry is encoded once, in a block of up to `block` entries of its KV head; attention decodes blocks on the fly.
+    The newest entries stay exact: `tail` of them, or 1/32 of those stored if that is fewer, plus entries after a prompt
+    that do not yet fill a block. Subclasses are dataclasses with these as fields and may change the defaults.
     """
 
     @property
@@ -37,7 +36,7 @@ class Codec(Role, heads="own"):
 
     @property
     def block(self) -> int:
-        """Entries that are encoded together, per KV head."""
+        """Entries encoded together, per KV head."""
         return 128
 
     @abstractmethod
@@ -49,7 +48,7 @@ class Codec(Role, heads="own"):
         """Return the format of values of `dim` channels."""
 
     def fit(self, form: CodeFormat, x: Tensor, dim: int) -> tuple[Tensor, Tensor | None]:
-        """Find scale and zero of numbers along a dimension, which stays with size 1.
+        """Return scale and zero of numbers along a dimension, which keeps size 1.
 
         Args:
             form: the format of keys or of values.
@@ -61,5 +60,5 @@ class Codec(Role, heads="own"):
         return fit_range(form, x, dim)
 
     def newest(self, stored: int) -> int:
-        """Number of newest entries that stay exact where `stored` are stored."""
+        """Return the number of newest entries that stay exact out of `stored`."""
         return min(self.tail, max(stored // 32, 1))

@@ -1,4 +1,4 @@
-"""An evictor that holds another one and forwards the whole contract to it."""
+"""Base of evictors that wrap another one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DelegatingEvictor(Evictor):
-    """An evictor that is `base` in every respect but those that a subclass overrides.
+    """An evictor that behaves as `base`, except for methods that a subclass overrides.
 
-    Its traits are those of both: it needs what both need, and looks at all heads where one of them does.
+    Its traits combine both: the needs of both, and all heads if one of them needs them.
     """
 
     base: Evictor

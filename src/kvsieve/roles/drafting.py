@@ -1,4 +1,4 @@
-"""Propagators that let a second, smaller model choose a prompt's tokens before the first layer."""
+"""Propagators that let a smaller draft model choose a prompt's tokens before the first layer."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from kvsieve.errors import PlanError, short
 from kvsieve.roles.propagator import Propagator
 from kvsieve.types import LayerContext
 
-# What `Propagator.source` says of tokens that are dropped before the first layer.
+# `Propagator.source` for tokens dropped before the first layer.
 BEFORE = -1
 
 
 class Loaded:
-    """Something loaded that a plan holds; a description of the plan has its name only.
+    """A loaded model or tokenizer in a plan; described by its name only.
 
     Attributes:
-        name: the directory or hub id of a model; None for what has none.
+        name: the directory or hub id of a model, or None.
         model: of transformers; None for a tokenizer alone.
-        tokenizer: of transformers; None where it is not known.
+        tokenizer: of transformers; None if unknown.
     """
 
     def __init__(self, name: str | None, model: Any, tokenizer: Any) -> None:
@@ -31,14 +31,14 @@ class Loaded:
 
 
 def draft_of(value: Any) -> str | Loaded:
-    """Return a draft model as plans hold it.
+    """Return a draft model as plans store it.
 
     Args:
-        value: "demo", a directory, a file or a hub id; a loaded model that shares the tokenizer of the one it drafts
-            for; or a pair of a loaded model and its tokenizer.
+        value: "demo", a directory, a file or a hub id; a loaded model that shares the target model's tokenizer; or a
+            pair of a loaded model and its tokenizer.
 
     Raises:
-        PlanError: it is none of these.
+        PlanError: any other value.
     """
     if isinstance(value, Loaded):
         return value
@@ -55,12 +55,12 @@ def draft_of(value: Any) -> str | Loaded:
 
 
 class DraftPropagator(Propagator):
-    """Drops tokens before the first layer, by how a draft model attends to them.
+    """Drops tokens before the first layer, by a draft model's attention to them.
 
-    The draft reads the whole conversation and drafts a few tokens of the answer. `observe` sees its layers as it does,
-    and `scores` becomes a score per token of the draft; the driver carries these over to the model's own tokens, and
-    hands them to `select` as ``ctx.shared["drafted"]``, [B, offered], -inf for padding, in a context of layer -1 that
-    has no queries, keys or values. Tokens keep their positions; those dropped are never read.
+    The draft prefills the whole conversation and drafts a few tokens of the answer. `observe` sees its layers, and
+    `scores` returns a score per draft token. The driver maps these to the model's own tokens and passes them to
+    `select` as ``ctx.shared["drafted"]``, [B, offered], -inf for padding, in a context of layer -1 without queries,
+    keys or values. Tokens keep their positions; dropped ones are never prefilled.
     """
 
     def source(self, num_layers: int) -> int:
@@ -75,35 +75,35 @@ class DraftPropagator(Propagator):
 
     @abstractmethod
     def steps(self) -> int:
-        """Return how many queries vote: of the prompt's last token, and of the draft's own tokens after it."""
+        """Return the number of voting queries: the prompt's last token, and the draft's own tokens after it."""
 
     @abstractmethod
     def entries(self, length: int) -> int:
-        """Return how many tokens of a turn's prompt of `length` go on."""
+        """Return the number of tokens kept of a turn's prompt of `length`."""
 
     @abstractmethod
     def observe(self, ctx: LayerContext, prompt: int, seen: dict[int, Any]) -> None:
-        """Note what a layer of the draft attends to; called in each layer, for one query after another.
+        """Record the attention of a draft layer; called per layer and query.
 
         Args:
-            ctx: the layer; its last query is the one that votes.
+            ctx: the layer; its last query votes.
             prompt: tokens of the prompt, as the draft counts them: the first that are stored.
-            seen: notes of this prompt.
+            seen: records of this prompt.
         """
 
     @abstractmethod
     def scores(self, seen: dict[int, Any]) -> Any:
-        """Return a score for each token of the prompt, float [prompt], from what was noted."""
+        """Return a score for each token of the prompt, float [prompt], from the records."""
 
     @abstractmethod
     def own_tokenizer(self) -> Loaded | None:
-        """Return the tokenizer of the model itself; None where it is not known."""
+        """Return the tokenizer of the model itself, or None if unknown."""
 
     @property
     @abstractmethod
     def lacks_tokenizer(self) -> bool:
-        """True while the draft has a tokenizer of its own and the model's is not known."""
+        """True if the draft has a tokenizer of its own and the model's is unknown."""
 
     @abstractmethod
     def for_tokenizer(self, tokenizer: Any) -> Self:
-        """Return the propagator with the model's own tokenizer."""
+        """Return a propagator with the model's own tokenizer."""

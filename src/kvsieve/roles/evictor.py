@@ -1,4 +1,4 @@
-"""Evictors: which KV entries stay stored."""
+"""Evictors: choice of the KV entries that stay stored."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Layers = int | tuple[int, ...]
 
 
 class Evictor(Role):
-    """Chooses which KV entries stay stored: once a prompt is complete, and at other times if `when` says so.
+    """Chooses the KV entries that stay stored: at the end of a prompt, and at other times given by `when`.
 
     A subclass is a frozen dataclass with a field ``budget: Budget``, entries kept per layer and KV head, and a method
-    `select`. Everything else here has a default that does no harm.
+    `select`. Everything else has a safe default.
     """
 
     if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Evictor(Role):
 
     @property
     def window(self) -> int:
-        """Queries at the prompt's end that it looks at; the last chunk of a chunked prefill holds at least these."""
+        """Observation window: last queries of a prompt that it uses, all in the last chunk of a chunked prefill."""
         return 0
 
     @property
@@ -40,11 +40,11 @@ class Evictor(Role):
 
     @property
     def when(self) -> When:
-        """When it acts besides the end of a prompt, and whether it observes passes."""
+        """Times to act besides the end of a prompt; whether it observes passes."""
         return END_OF_PROMPT
 
     def rhythm(self, prompt: int) -> tuple[int, int] | None:
-        """Return n and L: after a prompt of so many tokens it acts at lengths L + k n. None: at its end only."""
+        """Return n and L: after a prompt of `prompt` tokens it acts at lengths L + k n. None: at its end only."""
         return None if self.when.steps is None else (self.when.steps, prompt)
 
     @property
@@ -54,15 +54,15 @@ class Evictor(Role):
 
     @property
     def lacks_tokenizer(self) -> bool:
-        """True while it needs a tokenizer for its own texts: its plan then reads no prompt."""
+        """True while it needs a tokenizer for its own texts: its plan cannot prefill yet."""
         return False
 
     def for_tokenizer(self, tokenizer: Any) -> Self:
-        """Return the evictor with the token ids that it lacks, made with a tokenizer of transformers."""
+        """Return an evictor with its texts tokenized by this tokenizer of transformers."""
         return self
 
     def check(self, num_layers: int) -> None:
-        """Raise PlanError for a model of `num_layers` decoder layers that it does not fit."""
+        """Raise PlanError for a model of `num_layers` decoder layers that it does not support."""
         layers = self.skip_layers
         bad = [layer for layer in layers if not -num_layers <= layer < num_layers] if isinstance(layers, tuple) else []
         if bad or (isinstance(layers, int) and layers > num_layers):
@@ -72,39 +72,38 @@ class Evictor(Role):
             )
 
     def requested(self, length: int, new_tokens: int = 0) -> int:
-        """Entries that the budget asks for, of a prompt of `length` tokens; `new_tokens` are expected after it."""
+        """Return the entries in the budget for a prompt of `length` tokens and `new_tokens` expected after it."""
         return self.budget.entries(length)
 
     def entries(self, length: int, new_tokens: int = 0) -> int:
-        """Entries that it keeps of a prompt of `length` tokens, at least `minimum`; see `requested`."""
+        """Return the entries that it keeps of a prompt of `length` tokens, at least `minimum`; see `requested`."""
         return self.budget.entries(length, self.minimum)
 
     def stored_heads(self, kv_heads: int, query_heads: int) -> int:
-        """Return the number of heads that store entries after it has acted, given the KV and query heads."""
+        """Return the number of heads with their own entries after eviction, given the KV and query heads."""
         return kv_heads
 
     def observe(self, ctx: LayerContext) -> None:
-        """Look at one layer in one pass, before `select` in the pass that acts; called where ``when.observes`` is set.
+        """Observe one layer in one pass, before `select` in the pass that acts; called if ``when.observes`` is set.
 
-        ``ctx.query`` holds all queries of the pass. What it learns goes into ``ctx.state`` and must not depend on where
-        chunks end.
+        ``ctx.query`` has all queries of the pass. Records in ``ctx.state`` must not depend on the ends of chunks.
         """
 
     @abstractmethod
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | dict[int, Selection] | None:
-        """Choose the slots that stay: [B, H, K] ascending with ``counts[b]`` real ones in row b; None keeps everything.
+        """Choose the slots to keep: [B, H, K] ascending with ``counts[b]`` real ones in row b; None keeps everything.
 
         Heads may keep different numbers (``Selection.head_lengths``), ``counts[b]`` on average. An evictor that weighs
-        layers against each other returns a selection per layer index, of this layer and of earlier ones, whose slots
-        are those they store at that moment; ``ctx.shared`` carries what it needs from layer to layer.
+        layers against each other returns a selection per layer index, of this layer and earlier ones, in slots stored
+        at that moment; ``ctx.shared`` carries data from layer to layer.
 
         Called per layer, after its attention. Must not write to `ctx`, except to ``ctx.state`` and ``ctx.shared``.
         """
 
     def is_noop(self, layer_idx: int, num_layers: int, stored: tuple[int, ...], state: dict[str, Any]) -> bool:
-        """Return True if the host knows that `select` would drop nothing of a layer while decoding.
+        """Return True if `select` is known to drop nothing of a layer while decoding.
 
-        A pass that was recorded need not stop for it then. False where it is not known.
+        A recorded pass is then not interrupted. False if unknown.
 
         Args:
             layer_idx: the layer.
@@ -116,18 +115,19 @@ class Evictor(Role):
 
 
 class ChunkedEvictor(Evictor):
-    """An evictor that reduces a prompt while it is read, chunk by chunk, in the light of the question at its end.
+    """An evictor that compresses a prompt during prefill, chunk by chunk, guided by the question at its end.
 
-    Each pass reads [entries kept so far | chunk | question]. Then ``select(ctx, counts)`` chooses, per head,
-    ``counts[b]`` entries of row b among all but the question's; the question is forgotten, and the kept keys are turned
-    to the positions 0, 1, ... At the end the question is read for good, and the conversation goes on there.
+    Each pass processes [entries kept so far | chunk | question]. Then ``select(ctx, counts)`` chooses, per head,
+    ``counts[b]`` entries of row b among all except the question's; the question is dropped, and the kept keys are
+    re-rotated to the positions 0, 1, ... At the end the question is prefilled and stays, and the conversation continues
+    from there.
     """
 
     if TYPE_CHECKING:
         # Fields of every subclass, as `budget` is.
         @property
         def question_tokens(self) -> int:
-            """Tokens at the prompt's end that are its question."""
+            """Tokens of the question at the prompt's end."""
 
         @property
         def chunk_length(self) -> int:

@@ -15,11 +15,11 @@ __all__ = ["PageBudget", "PagedReader", "ReadFacts"]
 
 @dataclass(frozen=True)
 class PageBudget:
-    """Entries that a token reads where they lie in an engine's pages.
+    """Entries that a token attends to in an engine's pages.
 
     Attributes:
         entries: read exactly. The engine reads as many whole pages as fit, at least two.
-        channels: key channels that pages are scored in; None for all.
+        channels: key channels in a page's score; None for all.
     """
 
     entries: int
@@ -27,17 +27,17 @@ class PageBudget:
 
 
 class PagedReader(Reader):
-    """A reader that can read whole pages of an engine, the newest one always among them.
+    """A reader that can read whole pages of an engine, including the newest.
 
     ``ReadFacts.page`` is the entries of a page; all layers that read sparsely must have the same setting. A page is
-    summarized, per KV head, by the greatest and the least value of each key channel, or by the sum of its keys, of
-    which `question` makes the page's logit. The pages with the largest softmax weights, summed over the query heads of
-    a KV head, are read.
+    summarized, per KV head, by the maximum and minimum of each key channel, or by the sum of its keys, from which
+    `question` computes the page's logit. The pages with the largest softmax weights, summed over the query heads of a
+    KV head, are read.
     """
 
     @property
     def page(self) -> int | None:
-        """Entries of a page that is summarized; an engine's page then counts as its best part. None: the engine's."""
+        """Entries of a summarized page; an engine's page then scores as its best part. None: the engine's page."""
         return None
 
     @property
@@ -52,12 +52,12 @@ class PagedReader(Reader):
 
     @property
     def per_query_head(self) -> bool:
-        """True if each query head chooses by itself; engines refuse such a reader."""
+        """True if each query head chooses separately; engines refuse such a reader."""
         return False
 
     @abstractmethod
     def page_budget(self, setting: Any) -> PageBudget:
-        """Return what a token reads of pages under a `setting` that was made for them."""
+        """Return the entries read under a `setting` that was made for pages."""
 
     def question(self, query: Tensor, scale: float, page: int, channels: Tensor | None) -> Tensor:
         """Return the weights of a page's summary in its logit; by default those of upper bounds, or of the mean key.
@@ -65,12 +65,11 @@ class PagedReader(Reader):
         Args:
             query: [requests, heads, groups, D].
             scale: factor of query-key products.
-            page: entries of a page that is summarized.
-            channels: int64 [requests], key channels that count in each request, D for all; None: all in every request.
+            page: entries of a summarized page.
+            channels: int64 [requests], key channels used in each request, D for all; None: all in every request.
 
         Returns:
-            float32 [requests, heads, groups, 2, D] for the greatest and the least values, or [..., 1, D] for the sums,
-            contiguous.
+            float32 [requests, heads, groups, 2, D] for maximum and minimum, or [..., 1, D] for the sums, contiguous.
         """
         query = query.float()
         if self.means:

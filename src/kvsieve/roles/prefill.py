@@ -1,4 +1,4 @@
-"""Sparse prompts: which blocks of keys each block of a prompt's queries attends to."""
+"""Sparse prefill: choice of key blocks for each block of queries."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class SparsePrefill(Role):
-    """Chooses, while a prompt is read, the blocks of keys that each block of queries attends to.
+    """Chooses, during prefill, the blocks of keys that each block of queries attends to.
 
-    Nothing is dropped: keys and values of all tokens are stored, and what evicts, propagates or reads sees them all.
-    Tokens after the prompt attend to everything that is stored, or to what a Reader chooses.
+    Nothing is dropped: keys and values of all tokens are stored and available to the other roles. Tokens after the
+    prompt attend to everything stored, or to a Reader's choice.
     """
 
     @property
@@ -32,22 +32,22 @@ class SparsePrefill(Role):
 
     @property
     def least(self) -> int:
-        """Entries from which on a layer attends sparsely; with fewer it attends to all."""
+        """Fewest entries for sparse attention in a layer; with fewer it is dense."""
         return 1024
 
     def acts_in(self, layer_idx: int, num_layers: int) -> bool:
-        """Tell whether a layer attends sparsely at all."""
+        """Return True if a layer may attend sparsely."""
         return True
 
     def density(self, tokens: int) -> float | None:
-        """Share of the causal blocks that are computed of a prompt, where that is known beforehand; else None."""
+        """Return the share of the causal blocks computed for a prompt, or None if unknown beforehand."""
         return None
 
     @abstractmethod
     def select(self, ctx: PromptContext) -> Tensor:
         """Choose blocks of keys.
 
-        Blocks that are not visible may be chosen, and are left out; those of the diagonal are always computed.
+        Invisible blocks are ignored; those of the diagonal are always computed.
 
         Args:
             ctx: queries and keys of a layer.

@@ -1,4 +1,4 @@
-"""Propagators: which hidden states go on to deeper layers while a prompt is read."""
+"""Propagators: choice of the hidden states that continue to deeper layers during prefill."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ class Propagator(Role):
     """Selects the hidden states that continue to deeper layers during prefill.
 
     A subclass is a frozen dataclass with the methods `source` and `select`. With `two_pass`, the pass ends where
-    `select` first chooses, and the chosen tokens are read again as a prompt of their own.
+    `select` first chooses, and the chosen tokens are prefilled again as a prompt of their own.
     """
 
     @property
     def window(self) -> int:
-        """Queries at the prompt's end that it looks at; see Evictor.window."""
+        """Observation window: queries at the prompt's end that it uses; see Evictor.window."""
         return 0
 
     @property
     def two_pass(self) -> bool:
-        """True where the chosen tokens are read again, as a short prompt that takes the place of the one given."""
+        """True if the chosen tokens are prefilled again, as a short prompt that replaces the given one."""
         return False
 
     @property
     def floor(self) -> int:
-        """Tokens that shares which are no Budget pass on at least; a Budget has its own."""
+        """Fewest tokens passed on by shares that are not a Budget; a Budget has its own floor."""
         return 0
 
     @abstractmethod
@@ -40,16 +40,16 @@ class Propagator(Role):
         """
 
     def first_layer(self, num_layers: int, layers: tuple[int, ...] = ()) -> int:
-        """Return the index of the first layer after which hidden states may really be dropped.
+        """Return the index of the first layer after which hidden states are dropped.
 
-        Tokens are chosen by attention over all of them, which some models' layers do not have.
+        The choice needs attention over all tokens, which some models' layers do not have.
 
         Args:
             num_layers: layers of the model.
             layers: indices of those with keys and values of all tokens, in order; () for all.
 
         Returns:
-            The first of `layers` that is not before ``source(num_layers)``.
+            The first of `layers` from ``source(num_layers)`` on.
 
         Raises:
             PlanError: there is none.
@@ -57,7 +57,7 @@ class Propagator(Role):
         return self.layer_from(self.source(num_layers), num_layers, layers)
 
     def layer_from(self, source: int, num_layers: int, layers: tuple[int, ...] = ()) -> int:
-        """Return the first of `layers` that is not before `source`; see `first_layer`."""
+        """Return the first of `layers` from `source` on; see `first_layer`."""
         found = next((layer for layer in layers or range(num_layers) if layer >= source), None)
         if found is None or (found == num_layers - 1 and not self.two_pass):
             raise PlanError(
@@ -72,16 +72,16 @@ class Propagator(Role):
         """Select the tokens that continue to the next layer: [B, K] ascending, with the last one; None lets all pass.
 
         Called at every layer in the pass that ends a prompt, after its attention and before its eviction; before
-        ``source(num_layers)`` only to observe. What it has seen goes into ``ctx.shared``. Offered are the last
+        ``source(num_layers)`` only to observe. Records are stored in ``ctx.shared``. Candidates are the last
         ``ctx.offered`` stored entries; indices count from the first of them.
         """
 
     def queries(self, length: int) -> int:
-        """Queries at the end of a prompt of `length` tokens that it looks at, where that depends on the length."""
+        """Return the observation window for a prompt of `length` tokens, if it depends on the length."""
         return self.window
 
     def reread_tokens(self, length: int) -> int:
-        """Tokens of a prompt of `length` that are read again, with `two_pass`."""
+        """Return the tokens of a prompt of `length` that `two_pass` prefills again."""
         return length
 
     def caution(self, num_layers: int) -> str | None:

@@ -1,4 +1,4 @@
-"""Readers: which stored entries a new token reads."""
+"""Readers: choice of the stored entries that a new token attends to."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ if TYPE_CHECKING:
 
 
 class Reader(Role):
-    """Chooses which stored entries a new token reads.
+    """Chooses the stored entries that a new token attends to.
 
-    It sees KV rows (core.kv_rows): the entries of one KV head of one batch row, all of them real, whatever they are
-    stored in. Prompts are read densely; with `sparse_questions`, one that the plan leaves whole is read as answers
-    are.
+    It sees KV rows (core.kv_rows): the real entries of one KV head of one batch row, in any storage. Prompts attend
+    densely; with `sparse_questions`, a prompt that the plan does not reduce attends as answers do.
     """
 
     @property
     def sparse_questions(self) -> bool:
-        """True where a prompt that the plan leaves whole is read sparsely, too."""
+        """True if a prompt that the plan does not reduce attends sparsely, too."""
         return False
 
     @abstractmethod
     def setting(self, facts: ReadFacts) -> Hashable | None:
-        """Return the parameters for one row's KV rows in one layer; None where everything is read.
+        """Return the parameters for one row's KV rows in one layer, or None to read everything.
 
         Raises:
             PlanError: the budget cannot be honoured there.
@@ -41,23 +40,23 @@ class Reader(Role):
 
     @abstractmethod
     def choose(self, asked: AttentionQueries, kv_rows: KVRows, state: dict[str, Any], setting: Any) -> Choice:
-        """Choose the entries of each KV row that a query reads.
+        """Choose the entries of each KV row that a query attends to.
 
         Args:
-            asked: queries [X, G, D], the G query heads of each KV row, with all that weights are to be computed by.
+            asked: queries [X, G, D], the G query heads of each KV row, with the terms of their weights.
             kv_rows: the KV rows.
-            state: scratch of these KV rows: what is derived from their entries (tensors with a row per KV row, or
-                objects with a method all_tensors() that gives their tensors), which between calls only grow.
-            setting: what `setting` returned.
+            state: cached data of these KV rows that only grow between calls: tensors with a row per KV row, or objects
+                with a method all_tensors() that returns their tensors.
+            setting: the result of `setting`.
         """
 
     def recipe(self, setting: Any) -> PageRecipe | None:
-        """Describe the choice of `choose` as data for compiled code, or return None if that is impossible.
+        """Return the choice of `choose` as data for compiled code, or None if that is impossible.
 
         Both must choose the same entries, up to ties.
         """
         return None
 
     def granularity(self, setting: Any) -> int:
-        """Entries per unit of its choice, such as those of a page."""
+        """Return the entries per unit of its choice, such as a page."""
         return 1

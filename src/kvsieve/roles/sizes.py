@@ -1,4 +1,4 @@
-"""Budgets among the fields of roles: those in bytes made entries, and floors of shares."""
+"""Budgets among the fields of roles: conversion of bytes to entries, and floors of shares."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ R = TypeVar("R", bound=Role)
 
 
 def budgets_of(role: Role | None) -> Iterator[Budget]:
-    """Yield the budgets that a role holds, those of what it wraps included."""
+    """Yield the budgets of a role, including those of a wrapped one."""
     for value in _fields(role).values():
         if isinstance(value, Budget):
             yield value
@@ -23,16 +23,16 @@ def budgets_of(role: Role | None) -> Iterator[Budget]:
 
 
 def byte_budgets(role: Role | None) -> Iterator[Budget]:
-    """Yield the budgets in bytes that a role holds, those of what it wraps included."""
+    """Yield the budgets in bytes of a role, including those of a wrapped one."""
     return (budget for budget in budgets_of(role) if budget.bytes is not None)
 
 
 def with_entries(role: R, entries: Callable[[Budget], int]) -> R:
-    """Return a role whose budgets in bytes have become numbers of entries; itself where there are none.
+    """Return a role with budgets in bytes converted to entries; itself if it has none.
 
     Args:
         role: any.
-        entries: gives those that a budget in bytes allows.
+        entries: returns the entries allowed by a budget in bytes.
 
     Raises:
         PlanError: the role cannot work with so few.
@@ -41,7 +41,7 @@ def with_entries(role: R, entries: Callable[[Budget], int]) -> R:
 
 
 def with_floor(role: R, floor: int) -> R:
-    """Return a role whose shares keep at least `floor` entries; itself where they do already.
+    """Return a role with shares that keep at least `floor` entries; itself if unchanged.
 
     Raises:
         PlanError: the floor is no number of entries.
@@ -50,7 +50,7 @@ def with_floor(role: R, floor: int) -> R:
 
 
 def floor_of(role: Role | None) -> int:
-    """Return the largest number of entries that a share of the role keeps at least."""
+    """Return the largest floor among the shares of a role, in entries."""
     own = role.floor if isinstance(role, Propagator) else 0
     return max((own, *(budget.floor for budget in budgets_of(role))))
 

@@ -1,4 +1,4 @@
-"""Roles that cannot work with each other."""
+"""Checks of role combinations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_together(
     rest: Codec | None,
     prefill: SparsePrefill | None,
 ) -> None:
-    """Raise PlanError for roles of one plan that cannot work with each other."""
+    """Raise PlanError for roles of one plan that cannot be combined."""
     _check_prefill(prefill, evict)
     if evict is not None and evict.when.observes and type(evict).observe is Evictor.observe:
         raise PlanError(
@@ -45,7 +45,7 @@ def check_together(
 
 
 def _check_prefill(prefill: SparsePrefill | None, evict: Evictor | None) -> None:
-    """Raise PlanError for an evictor whose own passes over a prompt would not be sparse."""
+    """Raise PlanError for an evictor with its own passes over a prompt, which would not be sparse."""
     if prefill is not None and isinstance(evict, ChunkedEvictor):
         raise PlanError(
             f"{type(evict).__name__} reads a prompt in passes of its own, in full, and is not combined with prefill=; "
@@ -77,7 +77,7 @@ def _check_propagated(propagate: Propagator, evict: Evictor) -> None:
 
 
 def _check_rest(evict: Evictor | None, name: str) -> None:
-    """Raise PlanError unless the evictor acts in a way that leaves a rest to be kept."""
+    """Raise PlanError unless the evictor evicts entries that can be kept quantized."""
     if evict is None:
         raise PlanError(
             f"rest={name} keeps in few bits what an evictor would drop, and this plan has none; give evict=, or codec= "

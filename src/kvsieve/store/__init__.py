@@ -1,4 +1,4 @@
-"""Prompts that were read before, found again by their tokens: in memory, and on the disk."""
+"""Prefix cache: stored prompt prefixes, in memory and on disk."""
 
 from __future__ import annotations
 

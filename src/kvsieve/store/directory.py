@@ -1,4 +1,4 @@
-"""Nodes as files of one directory, which one process writes to."""
+"""Nodes as files of one directory, with one writing process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ASIDE = "damaged"
 
 
 class Directory:
-    """Files of nodes, each a saved cache. A process that writes holds the directory's lock."""
+    """Files of nodes, each a saved cache. A writing process holds the directory's lock."""
 
     def __init__(self, path: str | os.PathLike[str], read_only: bool) -> None:
         self.path, self.read_only = Path(path), read_only
@@ -74,13 +74,13 @@ class Directory:
         return file
 
     def close(self) -> None:
-        """Let other processes write."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def nodes(self) -> Iterator[Node]:
-        """Yield what the directory holds, the longest unused first; files that cannot be read are set aside."""
+        """Yield the directory's nodes, least recently used first; unreadable files are moved to ``damaged/``."""
         files = []
         for path in self.path.glob(f"*{_SUFFIX}"):
             with contextlib.suppress(OSError):
@@ -91,7 +91,7 @@ class Directory:
                 yield node
 
     def node(self, path: Path) -> Node | None:
-        """Return the node of a file without what it holds; None for a file that is gone, or was set aside."""
+        """Return the node of a file without its content, or None if the file is missing or damaged."""
         try:
             with opened(path) as (header, file), understood(path):
                 ids = file.get_tensor(header["ids"]["tensor"])[0].numpy().astype(np.int64)
@@ -109,7 +109,7 @@ class Directory:
             return None
 
     def read(self, node: Node) -> Held | None:
-        """Return what a node holds, in its file mapped into memory; None for one that is gone, or was set aside."""
+        """Return a node's content, memory-mapped from its file, or None if the file is missing or damaged."""
         assert node.path is not None
         try:
             with opened(node.path) as (header, file), understood(node.path):
@@ -125,7 +125,7 @@ class Directory:
             return None
 
     def write(self, node: Node, held: Held) -> tuple[Path, int]:
-        """Write a node's file, whole or not at all, and return it with its size. Raises CacheFileError."""
+        """Write a node's file atomically and return it with its size. Raises CacheFileError."""
         import torch
 
         path = self.path / f"{node.key}{_SUFFIX}"
@@ -136,19 +136,19 @@ class Directory:
         return path, path.stat().st_size
 
     def used(self, node: Node) -> None:
-        """Note on the disk that a node was found, so that it counts as new after a restart."""
+        """Record a hit in the file's time, so that recency survives a restart."""
         if node.path is not None and not self.read_only:
             with contextlib.suppress(OSError):
                 os.utime(node.path)
 
     def delete(self, path: Path) -> None:
-        """Delete a node's file, if it is there."""
+        """Delete a node's file, if it exists."""
         if not self.read_only:
             with contextlib.suppress(OSError):
                 path.unlink()
 
     def set_aside(self, path: Path, why: Exception) -> None:
-        """Move a file that cannot be used out of the way, where somebody may look at it."""
+        """Move a damaged file to ``damaged/`` for inspection."""
         self.damaged += 1
         _log.warning("a node of the store is set aside: %s", why)
         if not self.read_only:
@@ -158,7 +158,6 @@ class Directory:
 
 
 def name_of(node: Node) -> str:
-    """Return the name of a node, which is its key."""
     reuse = node.reuse
     place = "half" if reuse.half_read else "answered" if reuse.answered else "end"
     chunk = "" if reuse.chunk is None else f" by {reuse.chunk}"

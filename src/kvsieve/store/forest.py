@@ -1,4 +1,4 @@
-"""Where nodes are found: by what they were read with, their owner, and their tokens."""
+"""Look-up of nodes by identity, owner and tokens."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kvsieve.store.node import Node
 from kvsieve.store.radix import RadixTree, Tokens
 from kvsieve.store.rules import Request
 
-# Nodes that are compared to find what another one shares with them.
+# Nodes compared at most to find entries to share.
 _LOOKED_AT = 64
-# Nodes whose worth may change when another one comes or goes.
+# Nodes re-evaluated at most when another one is added or removed.
 _NEAR = 8
 
 
@@ -20,7 +20,7 @@ class _Tree:
 
     Attributes:
         ends: each node at the end of its tokens.
-        cuts: nodes of which a beginning may be taken, at the end of the longest one.
+        cuts: nodes with a reusable beginning, at the end of the longest one.
     """
 
     def __init__(self) -> None:
@@ -38,14 +38,14 @@ class Forest:
         return len(self._trees)
 
     def add(self, node: Node) -> None:
-        """Take in a node."""
+        """Add a node."""
         tree = self._trees.setdefault(node.tree, _Tree())
         tree.ends.add(node.ids, node)
         if node.reuse.cut:
             tree.cuts.add(node.ids[: node.reuse.cut], node)
 
     def remove(self, node: Node) -> None:
-        """Take a node out, and its tree with the last one."""
+        """Remove a node, and its tree if empty."""
         tree = self._trees[node.tree]
         tree.ends.remove(node.ids, node)
         if node.reuse.cut:
@@ -54,14 +54,14 @@ class Forest:
             del self._trees[node.tree]
 
     def best(self, key: str, owners: tuple[str, ...], ids: Tokens, request: Request) -> tuple[Node | None, int]:
-        """Return the node that a request may take most tokens of, and how many; None and 0 for none."""
+        """Return the node with most tokens that a request may reuse, and their number; (None, 0) for none."""
         best: tuple[Node | None, int] = (None, 0)
         for owner in dict.fromkeys(owners):
             tree = self._trees.get((key, owner))
             if tree is None:
                 continue
             whole = tree.ends.prefixes(ids)
-            # Of equals any will do, so the first one tells.
+            # All ties are equivalent: check the first.
             for node, common in itertools.chain(whole, itertools.islice(tree.cuts.along(ids), 1)):
                 takes = node.reuse.takes(common, len(ids), request)
                 if takes > best[1]:
@@ -69,33 +69,33 @@ class Forest:
         return best
 
     def along(self, node: Node) -> Iterator[tuple[Node, int]]:
-        """Yield other nodes of a node's tree and how many tokens the two have in common, the most first; not all."""
+        """Yield other nodes of a node's tree with the length of their common prefix, longest first, up to a limit."""
         tree = self._trees.get(node.tree)
         if tree is not None:
             near = itertools.islice(tree.ends.along(node.ids), _LOOKED_AT)
             yield from ((other, common) for other, common in near if other is not node)
 
     def near(self, node: Node) -> list[Node]:
-        """Return the nodes that most depends on whether this one is there."""
+        """Return the nodes with a worth that may depend on this one."""
         return [other for other, _ in itertools.islice(self.along(node), _NEAR)]
 
     def replaced_by(self, node: Node) -> list[Node]:
-        """Return the nodes all of whose tokens may be taken from a new one as well."""
+        """Return the nodes that a new one makes redundant."""
         found = []
         for other, common in self._trees[node.tree].ends.prefixes(node.ids):
             within = other is not node and common == other.reuse.cut <= node.reuse.cut
-            # What is cut off is the beginning of a first prompt; a plan that acts takes the end of one for another.
+            # A cut is the beginning of a first prompt; a plan that acts would take its end for a prompt's end.
             same = not other.reuse.acts or (other.reuse.half_read and other.reuse.turns == ())
             if within and same and not other.pinned:
                 found.append(other)
         return found
 
     def saves(self, node: Node) -> float:
-        """Return the seconds that a node saves beside the others."""
+        """Return the seconds that a node saves in addition to the other nodes."""
         seconds, tokens = 0.0, 0
         for other, common in self.along(node):
             takes = common if common == other.reuse.tokens else min(common, other.reuse.cut)
             if tokens < takes < node.reuse.tokens:
                 seconds, tokens = other.seconds * takes / other.reuse.tokens, takes
-        # Where nobody has measured, tokens tell.
+        # Without a measured time, the number of tokens is used.
         return max(node.seconds - seconds, 0.0) + 1e-6 * (node.reuse.tokens - tokens)

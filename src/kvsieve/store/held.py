@@ -1,4 +1,4 @@
-"""A cache as the store holds it in memory: packed as in a file, with entries that others begin with shared."""
+"""A cache in the store's memory: packed as in a file, with common prefixes shared."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from kvsieve.hf.persist.packing import Packer
 from kvsieve.hf.persist.saved import made_cache, packed_cache
 from kvsieve.hf.runtime import AttachedModel
 
-# What passes write to in place.
+# Tensors that passes write in place.
 _WRITTEN = re.compile(r"layers\.\d+\.states?\b")
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Keys and values of some tokens, in the layers that hold all tokens.
+    """Keys and values of consecutive tokens, in the layers that store all tokens.
 
     Attributes:
         start: first token.
-        end: the one behind the last.
+        end: end of the tokens, exclusive.
         parts: by the names of a file, [1, H, end - start, D].
-        place: where its memory is, one number for all parts; the same for what is cut off it.
+        place: number of its memory, equal for all parts and for slices of it.
         size: bytes of that memory.
     """
 
@@ -41,7 +41,7 @@ class Stretch:
 
     @classmethod
     def of(cls, start: int, parts: Mapping[str, Tensor]) -> Stretch:
-        """Make it of tensors, each on memory of its own."""
+        """Return a stretch of tensors, each in memory of its own."""
         storages = [part.untyped_storage() for part in parts.values()]
         end = start + next(iter(parts.values())).shape[2]
         return cls(start, end, parts, storages[0].data_ptr(), sum(storage.nbytes() for storage in storages))
@@ -60,9 +60,9 @@ class Held:
 
     Attributes:
         facts: "cache" and "layers" of a file's header.
-        tensors: of the file, but for those in `stretches`.
-        stretches: entries of the layers that hold all tokens, one after another.
-        mapped: True where all of it lies in a file that is mapped into memory.
+        tensors: of the file, except those in `stretches`.
+        stretches: entries of the layers that store all tokens, consecutive.
+        mapped: True if everything is memory-mapped from a file.
     """
 
     facts: dict[str, Any]
@@ -71,13 +71,13 @@ class Held:
     mapped: bool = False
 
     def all_tensors(self) -> Iterator[Tensor]:
-        """Every tensor held."""
+        """Yield every tensor."""
         yield from self.tensors.values()
         for stretch in self.stretches:
             yield from stretch.parts.values()
 
     def places(self) -> dict[int, int]:
-        """Return where its memory is, and how many bytes are there."""
+        """Return the bytes of each place in memory."""
         storages = (part.untyped_storage() for part in self.tensors.values())
         found = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
         return found | {stretch.place: stretch.size for stretch in self.stretches}
@@ -96,7 +96,7 @@ class Held:
 
 
 class Whole(Mapping[str, Tensor]):
-    """The tensors of a file: those in stretches are joined, and token indices made, when they are asked for."""
+    """The tensors of a file; stretches are joined, and token indices created, on access."""
 
     def __init__(self, held: Held, end: int | None = None) -> None:
         self._held = held
@@ -124,7 +124,7 @@ class Whole(Mapping[str, Tensor]):
 
 
 def split(facts: dict[str, Any], tensors: dict[str, Tensor], seen: int) -> dict[str, Tensor]:
-    """Take out of `tensors` the entries of layers that hold all tokens, and their indices; return the entries."""
+    """Move the entries of layers with all tokens out of `tensors`, drop their indices, and return the entries."""
     entries = {}
     for layer in facts["layers"]:
         keys, index = layer.get("keys"), layer.get("index")
@@ -140,13 +140,13 @@ def split(facts: dict[str, Any], tensors: dict[str, Tensor], seen: int) -> dict[
 
 
 def hold(cache: SieveCache, device: torch.device, known: tuple[Stretch, ...], *, certain: bool = False) -> Held:
-    """Copy what a cache holds, but for entries that are in `known` to the bit.
+    """Copy the content of a cache, except entries that equal those in `known` bit for bit.
 
     Args:
         cache: between two passes.
         device: of the model.
-        known: stretches of a conversation that begins with the same tokens.
-        certain: they are the cache's own, from which it has gone on; else they are compared.
+        known: stretches of a conversation with the same first tokens.
+        certain: skip the comparison: the cache continues from these stretches. Default False.
     """
     facts, tensors = packed_cache(cache, None, device)
     mine = split(facts, tensors, cache.num_seen)
@@ -167,13 +167,13 @@ def _same(stretch: Stretch, mine: Mapping[str, Tensor]) -> bool:
 
 
 def _own(part: Tensor) -> Tensor:
-    """Copy a tensor to memory of its own, without room to spare."""
+    """Copy a tensor to memory of its own, without spare room."""
     copied = torch.empty(part.shape, dtype=part.dtype)
     return copied.copy_(part)
 
 
 def mapped(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Held:
-    """Hold what lies in a file that is mapped into memory."""
+    """Return the content of a memory-mapped file."""
     seen = facts["cache"]["Conversation"]["dict"]
     seen = next(value for name, value in seen if name == "num_seen")
     entries = split(facts, tensors, seen)
@@ -182,19 +182,19 @@ def mapped(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Held:
 
 
 def revived(held: Held, model: AttachedModel) -> SieveCache:
-    """Make a cache that goes on from all that is held; what is not written to in place is shared with it."""
+    """Return a cache that continues from all of the content; memory not written in place is shared."""
     tensors = {name: part.clone() if _WRITTEN.match(name) else part for name, part in Whole(held).items()}
     return _made(held.facts, tensors, model)
 
 
 def beginning(held: Held, model: AttachedModel, tokens: int, finished: bool) -> SieveCache:
-    """Make a cache of the first tokens of what is held, all of whose layers hold all tokens.
+    """Return a cache of the first tokens of a content with all tokens in all layers.
 
     Args:
         held: of the same model and plan.
-        model: it is for.
-        tokens: how many.
-        finished: whether they are a prompt, or the beginning of one.
+        model: of the new cache.
+        tokens: their number.
+        finished: True if they are a complete prompt, not the beginning of one.
     """
     turn = Turn(prompt_end=tokens, reading=not finished)
     conversation = Conversation(tokens, 1, turn=turn)
@@ -213,7 +213,7 @@ def beginning(held: Held, model: AttachedModel, tokens: int, finished: bool) -> 
 
 
 def _cut(part: Any, tokens: int) -> Any:
-    """Describe a tensor's first tokens."""
+    """Return the description of a tensor's first tokens."""
     if not isinstance(part, dict) or "tensor" not in part or len(part["shape"]) < 3:
         return part
     return part | {"shape": [*part["shape"][:2], tokens, *part["shape"][3:]]}
@@ -224,6 +224,6 @@ def _made(facts: dict[str, Any], tensors: dict[str, Tensor], model: AttachedMode
     layer: Any
     for layer in cache.all_layers:
         if layer.memory is not None:
-            # Copied before anything is written to it: there is no room behind its end.
+            # Copied before the first write: it has no spare room.
             layer.store = layer.store.share()
     return cache

@@ -1,4 +1,4 @@
-"""Identity of what is stored: what it was read with, and for whom."""
+"""Identity of stored nodes: weights, tokenizer, plan and owner."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvsieve.store.radix import Tokens
 
 @dataclass(frozen=True)
 class Identity:
-    """Weights, tokenizer and plan, of which another one reads other entries.
+    """Weights, tokenizer and plan of stored entries.
 
     Attributes:
-        key: the same for all that are alike, whatever they are called.
+        key: equal if and only if all three are equal; names do not matter.
         header: "model", "tokenizer" and "plan", as in a file.
     """
 
@@ -27,7 +27,7 @@ class Identity:
 
     @classmethod
     def of(cls, header: dict[str, Any]) -> Identity:
-        """Make it of a file's header."""
+        """Return the identity in a file's header."""
         about = {name: header[name] for name in ("model", "tokenizer", "plan")}
         plain = json.loads(json.dumps(about))
         for names in (plain["model"], plain["plan"], plain["plan"].get("profile", {})):
@@ -37,13 +37,13 @@ class Identity:
 
 
 class Identities:
-    """Identities of attached models, each worked out once."""
+    """Cached identities of attached models."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[AttachedModel, tuple[Any, Identity]] = weakref.WeakKeyDictionary()
 
     def of(self, model: AttachedModel) -> Identity:
-        """Return the identity of a model with its plan and its tokenizer, as they are now."""
+        """Return the identity of a model with its current plan and tokenizer."""
         versions = sum(0 if each.is_inference() else each._version for each in model.decoder.parameters())
         state = model.plan, model.adapters, id(model.tokenizer), versions
         known = self._known.get(model)
@@ -54,7 +54,7 @@ class Identities:
 
 
 def node_key(identity: Identity, owner: str, ids: Tokens, place: str) -> str:
-    """Return the name of a node: 32 hex digits. place: tells nodes of the same tokens apart."""
+    """Return the name of a node: 32 hex digits. place: distinguishes nodes with the same tokens."""
     digest = hashlib.sha256(json.dumps([identity.key, owner, place]).encode())
     digest.update(ids.astype("<i8").tobytes())
     return digest.hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""Which nodes the caches in use come from: what they share with these needs no comparison."""
+"""The source node of each cache in use: entries shared with it need no comparison."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from kvsieve.store.radix import common
 class Lineage:
     """The node that each conversation was last stored as, or made of.
 
-    A cache that is rolled back, reset or forked has another conversation, of which nothing is known.
+    A cache that is rolled back, reset or forked counts as a new conversation of unknown origin.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Conversation], weakref.ref[Node], int]] = {}
 
     def note(self, cache: SieveCache, node: Node, tokens: int) -> None:
-        """Note that the first tokens of a cache are, to the bit, those of a node."""
+        """Record that the first tokens of a cache are, bit for bit, those of a node."""
         key = id(cache.conversation)
         gone = weakref.ref(cache.conversation, lambda _: self._known.pop(key, None))
         self._known[key] = gone, weakref.ref(node), tokens
 
     def stretches(self, cache: SieveCache, new: Node) -> tuple[Stretch, ...]:
-        """Return what is in memory of the beginning of a cache that becomes a new node; () for nothing known.
+        """Return the entries in memory that a cache shares with its source node, for a new node; () if unknown.
 
-        Nothing is shared with nodes of another owner.
+        Nodes of different owners share nothing.
         """
         conversation, known, tokens = self._known.get(id(cache.conversation), (None, None, 0))
         node = None if known is None else known()

@@ -19,16 +19,16 @@ class NodeInfo:
 
     Attributes:
         key: its name.
-        tokens: how many it holds.
+        tokens: number of its tokens.
         serves: "beginning", "continuation" or "conversation"; docs/chats.md.
-        model: name of the model that read it.
+        model: name of the model that computed it.
         plan: name of the plan.
-        owner: whom it is for.
-        seconds: what reading its tokens took.
-        hits: how often something of it was found since the store was opened.
-        memory_bytes: bytes of memory that would be free without it.
+        owner: only requests of this owner may use it.
+        seconds: prefill time of its tokens.
+        hits: hits since the store was opened.
+        memory_bytes: bytes of memory freed by removing it.
         disk_bytes: bytes of its file, 0 without one.
-        pinned: True where it is never evicted.
+        pinned: True if it is never evicted.
     """
 
     key: str
@@ -54,19 +54,19 @@ class Node:
 
     Attributes:
         key: its name, and its file's.
-        identity: what it was read with.
-        owner: whom it is for.
+        identity: weights, tokenizer and plan.
+        owner: only requests of this owner may use it.
         ids: int64 [N], its tokens.
-        reuse: what it may serve.
-        seconds: what reading its tokens took.
+        reuse: requests that it may serve.
+        seconds: prefill time of its tokens.
         pinned: never evicted.
-        held: what it holds in memory, None where that is on the disk only.
-        path: its file, None while it has none.
+        held: content in memory; None if only on disk.
+        path: its file, or None.
         file_bytes: size of the file.
-        hits: how often something of it was found.
-        waits: True until it is written, where it is to be.
-        gone: True once it was taken out of the store.
-        replaces: nodes whose files are no longer needed once this one is written.
+        hits: hits since the store was opened.
+        waits: True until it is written, if it is to be.
+        gone: True once removed from the store.
+        replaces: nodes with files that become redundant once this one is written.
     """
 
     key: str
@@ -86,21 +86,21 @@ class Node:
 
     @property
     def tree(self) -> tuple[str, str]:
-        """The tree that it is in."""
+        """Key of its tree."""
         return self.identity.key, self.owner
 
     @property
     def in_memory(self) -> bool:
-        """True where it takes memory of its own."""
+        """True if it takes memory of its own."""
         return self.held is not None and not self.held.mapped
 
     def extra(self) -> dict[str, Any]:
-        """Return what its file's header says of it as a node."""
+        """Return its entries in the file's header."""
         reuse = dataclasses.asdict(self.reuse)
         return {"owner": self.owner, "seconds": self.seconds, "pinned": self.pinned, "reuse": reuse}
 
     def info(self, memory_bytes: int) -> NodeInfo:
-        """Tell of it. memory_bytes: bytes that would be free without it."""
+        """Return its NodeInfo. memory_bytes: bytes freed by removing it."""
         model, plan = self.identity.header["model"], self.identity.header["plan"]
         size = self.file_bytes if self.path is not None else 0
         return NodeInfo(
@@ -119,6 +119,6 @@ class Node:
 
 
 def reuse_from(data: dict[str, Any]) -> Reuse:
-    """Return the inverse of what `Node.extra` says of its reuse. Raises TypeError or KeyError for anything else."""
+    """Return the Reuse in the output of `Node.extra`. Raises TypeError or KeyError for other data."""
     turns = data["turns"]
     return Reuse(**{**data, "turns": None if turns is None else tuple(turns)})

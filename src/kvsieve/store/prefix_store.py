@@ -1,4 +1,4 @@
-"""A store of prompts that were read, which finds the longest beginning of a new one that need not be read again."""
+"""Prefix cache: finds the longest stored prefix of a new prompt."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from kvsieve.store.tiers import Tiers
 
 @dataclass(frozen=True)
 class Found:
-    """The beginning of a prompt that a store has.
+    """A stored prefix of a prompt.
 
     Attributes:
-        cache: to go on with, the caller's own.
-        tokens: how many of the prompt's first tokens it has read.
-        seconds: what reading them took.
-        from_disk: True where it was read back from a file.
+        cache: to continue with; the caller owns it.
+        tokens: number of the prompt's first tokens in it.
+        seconds: their prefill time.
+        from_disk: True if it was loaded from a file.
     """
 
     cache: SieveCache
@@ -47,7 +47,7 @@ class Found:
 class PrefixStore:
     """Prefix cache: prefills a common prompt prefix once; docs/chats.md.
 
-    Safe to be used by several threads.
+    Thread-safe.
     """
 
     def __init__(
@@ -61,14 +61,13 @@ class PrefixStore:
         """Open a store.
 
         Args:
-            path: directory that holds it across restarts, made where there is none; None for memory alone.
+            path: directory that persists it, created if missing; None for memory alone.
             memory: bytes of RAM for nodes, as a number or like "4GiB".
             disk: bytes of the directory; None for no limit.
-            read_only: use what the directory holds beside another process that writes to it; what is added stays in
-                memory.
+            read_only: use the directory while another process writes to it; new nodes stay in memory.
 
         Raises:
-            InputError: a size that is none, a directory that cannot be used, or one that another process writes to.
+            InputError: an invalid size, an unusable directory, or one that another process writes to.
         """
         self._lock = threading.RLock()
         self._identities, self._lineage = Identities(), Lineage()
@@ -92,15 +91,15 @@ class PrefixStore:
         Pass `found.cache` to `sieve.generate`, `prefill` or `begin` with the whole prompt.
 
         Args:
-            sieve: the attached model, whose weights, tokenizer and plan must be those it was read with.
+            sieve: the attached model. Entries match only if weights, tokenizer and plan are identical.
             token_ids: the whole prompt.
-            owner: whose nodes are looked at.
-            also: other owners whose nodes may be used.
-            turns: token counts at which prompts end, this one included, if the conversation is to be as though it were
-                read anew turn by turn. None: go on with whatever conversation this is, as a chat does.
-            leave: tokens that must be left to read; 0 for a prompt that is only read.
-            chunk: tokens per pass that the prompt is read with. With `turns`, plans whose entries depend on where
-                passes end (sparse prompts, evictors of chunks, codecs without an evictor) find what was read so.
+            owner: owner of the nodes to search.
+            also: further owners with nodes that may be used.
+            turns: token counts at which prompts end, this one included, for the results of a new prefill turn by turn.
+                None: continue any conversation, as a chat does.
+            leave: tokens left to prefill; 0 for a prompt without an answer.
+            chunk: tokens per prefill chunk. Plans with entries that depend on chunk ends (sparse prompts, chunked
+                evictors, codecs without an evictor) match only nodes of the same chunk when `turns` are given.
         """
         ids = _tokens(token_ids)
         request = Request.of(sieve, len(ids), leave, turns, chunk)
@@ -136,28 +135,28 @@ class PrefixStore:
         turns: Sequence[int] | None = None,
         chunk: int | None = None,
     ) -> NodeInfo | None:
-        """Keep a conversation as it is now: between turns, or between two passes over a prompt.
+        """Store a conversation in its current state: between turns, or between two prefill chunks.
 
-        What it holds is copied, but for what the store has of it already.
+        The content is copied, except parts that the store already has.
 
         Args:
             sieve: the attached model, as for `find`.
-            token_ids: the conversation's tokens, in order; what the cache has not read yet may follow.
+            token_ids: the conversation's tokens, in order; tokens that the cache has not processed may follow.
             cache: of the sieve.
-            seconds: what reading all of the tokens takes; of those that were found, `Found.seconds`.
-            owner: for whom it is kept.
+            seconds: prefill time of all the tokens; `Found.seconds` for reused ones.
+            owner: only requests of this owner may use it.
             pin: never evict it.
-            turns: token counts at which the conversation's prompts ended; None for what the cache knows. Where the plan
-                has acted elsewhere, no `find` with `turns` is served.
-            chunk: tokens per pass that it was read with, for `find` with `chunk`.
+            turns: token counts at which the conversation's prompts ended; None for those the cache recorded. If the
+                plan acted elsewhere, the node serves no `find` with `turns`.
+            chunk: tokens per chunk of its prefill, for `find` with `chunk`.
 
         Returns:
-            The node; None where nothing of it can be reused (stats count that as refused): plans that read the whole
-            conversation again in every turn, images, rows of a batch, tokens protected by their caller.
+            The node; None if nothing of it can be reused (counted as refused): plans that prefill the whole
+            conversation in every turn, images, rows of a batch, tokens protected by their caller.
 
         Raises:
-            InputError: fewer tokens than the cache has read.
-            CacheStateError: a cache of another plan or model, or one that a failed pass has left broken.
+            InputError: fewer tokens than the cache has processed.
+            CacheStateError: a cache of another plan or model, or one broken by a failed pass.
         """
         sieve.check_cache(cache)
         if cache.status != "ready":
@@ -197,23 +196,23 @@ class PrefixStore:
         *,
         chunk: int | None = None,
     ) -> NodeInfo | None:
-        """Do as `add`, but store nothing that no `find` with `turns` for a longer prompt returns."""
+        """Do as `add`, but store only nodes that a `find` with `turns` for a longer prompt can return."""
         servable = cache.num_seen > 0 and why_not(sieve, cache) is None
         if servable and not reuse_of(sieve, cache, length=len(_tokens(token_ids)), chunk=chunk).serves_anew:
             return None
         return self.add(sieve, token_ids, cache, seconds, owner, chunk=chunk)
 
     def pin(self, key: str, pinned: bool = True) -> None:
-        """Keep a node from being evicted, or no longer. Raises InputError for a key that is none."""
+        """Protect a node from eviction, or undo that. Raises InputError for an unknown key."""
         with self._lock:
             node = self._node(key)
             if node.pinned != pinned:
                 self._tiers.pin(node, pinned)
 
     def remove(self, *keys: str, owner: str | None = None) -> int:
-        """Take nodes out of the store and off the disk, by key or all of an owner; return how many.
+        """Delete nodes from memory and disk, by key or all of an owner; return their number.
 
-        Raises InputError for a key that is none.
+        Raises InputError for an unknown key.
         """
         with self._lock:
             chosen = [self._node(key) for key in keys]
@@ -235,7 +234,7 @@ class PrefixStore:
             return StoreStats(**{**self._counts, **self._tiers.counts()})
 
     def flush(self) -> bool:
-        """Wait until all nodes are on the disk; False where some could not be written."""
+        """Wait until all nodes are on disk; return False if some could not be written."""
         return self._tiers.flush()
 
     def close(self) -> None:
@@ -247,18 +246,18 @@ class PrefixStore:
         return self._tiers.verify()
 
     def export(self, path: str | os.PathLike[str], *keys: str) -> int:
-        """Write nodes, all or those named, to one tar file that `import_` reads; return how many.
+        """Write all or the named nodes to one tar file for `import_`; return their number.
 
-        Raises InputError for a file that is there already, CacheFileError for one that cannot be written.
+        Raises InputError if the file exists, CacheFileError if it cannot be written.
         """
         with self._lock:
             chosen = [self._node(key) for key in keys] if keys else list(self._tiers)
             return self._tiers.export(path, chosen)
 
     def import_(self, path: str | os.PathLike[str]) -> int:
-        """Take in the nodes of a file that `export` wrote, each verified; return how many were new.
+        """Add the nodes of an `export` file, each verified; return the number of new ones.
 
-        Raises CacheFileError for a file that is none.
+        Raises CacheFileError for an invalid file.
         """
         return self._tiers.import_(path)
 

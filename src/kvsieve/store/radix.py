@@ -15,12 +15,12 @@ Entry = TypeVar("Entry")
 
 @dataclass(eq=False)
 class _Junction(Generic[Entry]):
-    """A part of the tree.
+    """A node of the radix tree.
 
     Attributes:
-        edge: int64 [N], tokens between the junction above and this one.
-        entries: what lies at its end.
-        below: junctions that go on, by their first token.
+        edge: int64 [N], tokens from the parent to this one.
+        entries: entries that end here.
+        below: children by their first token.
     """
 
     edge: Tokens
@@ -28,7 +28,7 @@ class _Junction(Generic[Entry]):
     below: dict[int, _Junction[Entry]] = field(default_factory=dict)
 
     def everything(self) -> Iterator[Entry]:
-        """Entries here and further down."""
+        """Yield the entries here and below."""
         waiting = [self]
         while waiting:
             junction = waiting.pop()
@@ -37,7 +37,7 @@ class _Junction(Generic[Entry]):
 
 
 class RadixTree(Generic[Entry]):
-    """Entries by sequences of tokens, several of which may have the same."""
+    """Entries by sequences of tokens; several may share a sequence."""
 
     def __init__(self) -> None:
         self._root: _Junction[Entry] = _Junction(np.zeros(0, dtype=np.int64))
@@ -47,11 +47,10 @@ class RadixTree(Generic[Entry]):
 
     @property
     def is_empty(self) -> bool:
-        """True without entries."""
         return not (self._root.entries or self._root.below)
 
     def add(self, tokens: Tokens, entry: Entry) -> None:
-        """Put an entry at the end of int64 [N] tokens."""
+        """Insert an entry at the end of int64 [N] tokens."""
         junction, at = self._root, 0
         while at < len(tokens):
             below = junction.below.get(int(tokens[at]))
@@ -71,7 +70,7 @@ class RadixTree(Generic[Entry]):
         junction.entries.append(entry)
 
     def remove(self, tokens: Tokens, entry: Entry) -> None:
-        """Take an entry away that lies at the end of int64 [N] tokens."""
+        """Remove an entry at the end of int64 [N] tokens."""
         above: list[_Junction[Entry]] = []
         junction, at = self._root, 0
         while at < len(tokens):
@@ -93,9 +92,9 @@ class RadixTree(Generic[Entry]):
             junction = upper
 
     def along(self, tokens: Tokens) -> Iterator[tuple[Entry, int]]:
-        """Yield entries and how many of their first tokens int64 [N] `tokens` begins with; the most first.
+        """Yield entries with the length of their common prefix with int64 [N] `tokens`, longest first.
 
-        Those that have none in common are left out.
+        Entries without a common prefix are skipped.
         """
         path = self._path(tokens)
         seen: _Junction[Entry] | None = None
@@ -107,7 +106,7 @@ class RadixTree(Generic[Entry]):
             seen = junction
 
     def prefixes(self, tokens: Tokens) -> Iterator[tuple[Entry, int]]:
-        """Yield entries with all of whose tokens int64 [N] `tokens` begins, and how many they are; the most first."""
+        """Yield entries that are prefixes of int64 [N] `tokens`, with their lengths, longest first."""
         path, start = self._path(tokens), 0
         ends = []
         for junction, depth in path:
@@ -118,7 +117,7 @@ class RadixTree(Generic[Entry]):
             yield from ((entry, depth) for entry in junction.entries)
 
     def _path(self, tokens: Tokens) -> list[tuple[_Junction[Entry], int]]:
-        """Return the junctions on the way along int64 [N] tokens, and how many of these each has come to."""
+        """Return the junctions on the path of int64 [N] tokens, each with the tokens matched so far."""
         path: list[tuple[_Junction[Entry], int]] = []
         junction, at = self._root, 0
         while at < len(tokens) and (below := junction.below.get(int(tokens[at]))) is not None:
@@ -132,7 +131,7 @@ class RadixTree(Generic[Entry]):
 
 
 def common(one: Tokens, other: Tokens) -> int:
-    """Count the tokens that two sequences begin with alike."""
+    """Return the length of the common prefix."""
     size = min(len(one), len(other))
     differ = one[:size] != other[:size]
     return int(differ.argmax()) if differ.any() else size

@@ -1,8 +1,7 @@
-"""Which node goes first: the one that saves the fewest seconds per byte, and has not been asked for lately.
+"""Eviction of nodes: the one that saves the fewest seconds per byte goes first, with ageing.
 
-A node's worth is what reading its tokens again would take, from the nearest node below it that stays, times how often
-it was found, per byte. What it is worth counts from the worth of the last node that went, so that what is not asked for
-any more goes in time (the rule known as GreedyDual-Size-Frequency).
+A node's worth is the prefill time from its nearest remaining ancestor, times its hits, per byte. Worths are added to
+that of the last evicted node, so that unused nodes age (GreedyDual-Size-Frequency).
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from kvsieve.store.node import Node
 
 
 class Replacement:
-    """The nodes of one tier that may go, the least worth first.
+    """The evictable nodes of one tier, ordered by worth.
 
-    A worth is worked out when the next node is asked for, of the nodes that were named since.
+    Worths of changed nodes are recomputed when the next node is requested.
     """
 
     def __init__(self, saves: Callable[[Node], float], size: Callable[[Node], int]) -> None:
-        """Begin without nodes.
+        """Start empty.
 
         Args:
             saves: seconds that a node saves.
-            size: bytes that would be free without it.
+            size: bytes freed by removing it.
         """
         self._saves, self._size = saves, size
         self._level, self._numbers = 0.0, itertools.count()
@@ -36,27 +35,27 @@ class Replacement:
         self._heaps: dict[bool, list[tuple[float, int, Node]]] = {False: [], True: []}
 
     def touch(self, node: Node) -> None:
-        """Note that a node is new, or was found."""
+        """Record that a node is new or was hit."""
         self._since[node] = self._level
         self.change(node)
 
     def change(self, node: Node) -> None:
-        """Note that a node's worth may be another one now, or that it has been written; no other than those touched."""
+        """Record that the worth of a touched node may have changed, or that it was written."""
         if node in self._since:
             self._changed[node] = None
 
     def remove(self, node: Node) -> None:
-        """Forget a node, which has gone or is to stay."""
+        """Remove a node that was deleted or pinned."""
         for known in (self._since, self._changed, self._last):
             known.pop(node, None)
 
     def next(self, waiting: bool = False) -> Node | None:
-        """Return the node that goes, which is forgotten; None for none.
+        """Remove and return the node to evict, or None.
 
-        waiting: among those that wait to be written, in place of all others.
+        waiting: choose among nodes not yet written, instead of the others.
         """
         for node in self._changed:
-            # What frees nothing by itself goes last.
+            # Nodes that free nothing alone go last.
             worth = self._since[node] + (1 + node.hits) * self._saves(node) / max(self._size(node), 1)
             self._last[node] = number = next(self._numbers)
             heapq.heappush(self._heaps[node.waits], (worth, number, node))

@@ -1,7 +1,7 @@
-"""The rule of what may be reused of a conversation that was read.
+"""Rule of reuse of stored conversations.
 
-The law: an answer that goes on from what is found is the answer that would have been given, had the tokens been read
-anew under the same plan, with prompts and chunks ending at the same places.
+The law: an answer after a prefix hit equals the answer after a full prefill of the same tokens under the same plan,
+with prompts and chunks that end at the same places.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class Reuse:
     """A node's part of the rule.
 
     Attributes:
-        serves: "beginning": any prompt that begins with some of its tokens. "continuation": any that begins with all of
-            them. "conversation": what follows the answer to the prompt that the plan has reduced in the light of its
-            question, and callers that say where their prompts end.
-        tokens: how many it holds.
-        cut: how many of its first tokens may be taken alone; 0 where all or none.
-        turns: token counts at which its prompts ended, None where that is not known.
+        serves: "beginning": any prompt with a common prefix. "continuation": any prompt that begins with all of its
+            tokens. "conversation": the next turn after the answer to a prompt reduced by its question, and callers that
+            state the ends of their prompts.
+        tokens: number of its tokens.
+        cut: number of first tokens that may be reused alone; 0 for all or none.
+        turns: token counts at which its prompts ended, or None if unknown.
         half_read: True in the middle of a prompt.
-        answered: True where tokens follow the last prompt that ended.
-        acts: True where the plan does something at the end of a prompt: it drops, encodes or chooses what is read.
-        as_prompt: True where a reading anew, of which only the ends of prompts are known, leaves what it holds.
-        chunk: tokens per pass that it was read with, where what it holds depends on that; else None.
+        answered: True if tokens follow the last prompt that ended.
+        acts: True if the plan drops, encodes or chooses entries at the end of a prompt.
+        as_prompt: True if a new prefill with only the ends of prompts known leaves the same content.
+        chunk: tokens per prefill chunk, if the content depends on that; else None.
     """
 
     serves: Serves
@@ -51,27 +51,27 @@ class Reuse:
 
     @property
     def serves_anew(self) -> bool:
-        """True where it may serve a request that is one prompt, read anew."""
+        """True if it may serve a request that is one new prompt."""
         return self.cut > 0 or (self.as_prompt and (self.turns == () or not self.acts))
 
     def takes(self, common: int, length: int, request: Request) -> int:
-        """Return how many of its tokens a request may take; 0 for none.
+        """Return the number of its tokens that a request may reuse.
 
         Args:
-            common: tokens that the two begin with alike.
+            common: length of the common prefix.
             length: tokens of the request.
-            request: what else is known of it.
+            request: its other facts.
         """
         ends = [end for end in request.turns or () if self.acts]
         if common == self.tokens and self._goes_on(length, request, ends):
             return self.tokens
-        # What is cut off is the beginning of a prompt, which goes on.
+        # A cut is the beginning of a prompt that continues.
         end = min([length, *ends])
         limit = length if request.finishes else end - request.need
         return max(min(common, self.cut, limit), 0)
 
     def _goes_on(self, length: int, request: Request, ends: list[int]) -> bool:
-        """Return True if a request which begins with all of its tokens may go on from where it stands."""
+        """Return True if a request that begins with all of its tokens may continue from its end."""
         if request.turns is None:
             if self.serves == "conversation" and not self.answered:
                 return False
@@ -82,21 +82,21 @@ class Reuse:
         prompts = before if self.acts else (length,)
         if not self.half_read and prompts[-1:] == (self.tokens,):
             return self.tokens <= length - request.leave
-        # The prompt that follows has begun before: its last pass must hold what the plan looks back on.
+        # The next prompt has already begun: its last pass must contain the observation window.
         return self.tokens <= min([length, *(end for end in ends if end > self.tokens)]) - request.need
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt that is to be read, and what is known of it.
+    """A prompt to prefill.
 
     Attributes:
-        leave: tokens that must be left to read.
-        need: tokens that must be left where what is found is the beginning of a prompt: its last pass holds as many as
-            the plan looks back on.
-        turns: token counts at which prompts would end if all were read anew; None where the caller does not say.
-        finishes: True where a prompt's beginning counts as the prompt, under a plan that does nothing at its end.
-        chunk: tokens per pass, under a plan that keeps to chunks; else None.
+        leave: tokens left to prefill.
+        need: tokens left to prefill if the hit ends inside a prompt: the plan's observation window fits into the last
+            pass.
+        turns: token counts at which prompts would end in a full prefill; None if the caller does not say.
+        finishes: True if a prompt's beginning counts as the prompt, under a plan that does nothing at its end.
+        chunk: tokens per pass, under a plan that depends on chunks; else None.
     """
 
     leave: int
@@ -109,7 +109,7 @@ class Request:
     def of(
         cls, model: AttachedModel, length: int, leave: int, turns: Sequence[int] | None, chunk: int | None = None
     ) -> Request:
-        """Make the request of a prompt of `length` tokens under a model's plan."""
+        """Return the request of a prompt of `length` tokens under a model's plan."""
         plan = model.plan
         need = max(leave, 1, plan.queries(length), 2 if model.new_cache().has_state else 1)
         given = None if turns is None else tuple(turns)
@@ -117,10 +117,10 @@ class Request:
 
 
 def tells_answers_apart(plan: Plan) -> bool:
-    """Return True if tokens of an answer leave something else than they would as tokens of the next prompt.
+    """Return True if tokens of an answer leave different content than tokens of the next prompt.
 
-    They are read sparsely where prompts are read in full, or the other way round; encoded block by block; reduced or
-    observed as they come; or no longer there for the next prompt's propagator to choose.
+    Reasons: sparse attention in only one of the two, encoding in blocks, eviction or observation per token, or entries
+    that are missing for the next prompt's propagator.
     """
     if plan.read is not None or plan.is_view or plan.codec is not None:
         return True
@@ -130,7 +130,7 @@ def tells_answers_apart(plan: Plan) -> bool:
 
 
 def why_not(model: AttachedModel, cache: SieveCache) -> str | None:
-    """Return why nothing can be reused of what a plan reads on a model, one clause; None where it can."""
+    """Return the reason, one clause, why a plan's conversations on a model cannot be reused, or None."""
     conversation = cache.conversation
     if (reason := reuse.why_not(model)) is not None:
         return reason
@@ -153,27 +153,27 @@ def reuse_of(
     length: int = 0,
     chunk: int | None = None,
 ) -> Reuse:
-    """Return what a cache may serve, between two passes.
+    """Return the uses of a cache, between two passes.
 
     Args:
         model: the attached model.
-        cache: of it, with something read.
-        turns: token counts at which its prompts ended; None for what the cache itself knows.
-        length: tokens that are known of the conversation, an answer's last one included, which is never read.
-        chunk: tokens per pass that it was read with; None for whole prompts.
+        cache: of it, not empty.
+        turns: token counts at which its prompts ended; None for those the cache recorded.
+        length: known tokens of the conversation, including an answer's unprocessed last one.
+        chunk: tokens per prefill chunk; None for whole prompts.
     """
     conversation, plan, seen = cache.conversation, model.plan, cache.num_seen
     half, first = conversation.half_read, conversation.half_read and cache.turn.number == 0
     acts, plain, ends = acts_at_end(plan), is_plain(cache), tuple(end for _, end in conversation.acted)
     last = conversation.prompt_lengths[0] if conversation.prompt_lengths else 0
     answered = bool(last) and (cache.turn.start if half else max(seen, min(length, seen + 1))) > last
-    # A file that an earlier version saved does not say.
+    # Unknown in files of earlier versions.
     lost = bool(last) and not ends and acts and not plain
     known = None if lost else ends if turns is None else tuple(turns)
     as_prompt = not lost and (not acts or known == ends) and _as_prompts(plan, cache)
     cut = seen if plain and may_cut(plan) else 0
     if plan.read is not None or plan.is_view:
-        # Tokens of an answer have not read all that came before them.
+        # Tokens of an answer did not attend to all earlier ones.
         cut = min(cut, seen if first else ends[0] if conversation.acted and conversation.acted[0][0] == 0 else 0)
     by_chunks = keeps_to_chunks(plan)
     if half and by_chunks:
@@ -188,7 +188,7 @@ def reuse_of(
 
 
 def _as_prompts(plan: Plan, cache: SieveCache) -> bool:
-    """Return True if reading all as prompts, which end where the plan has acted, would have left the same."""
+    """Return True if prefilling everything as prompts that end where the plan acted would leave the same content."""
     apart, before = tells_answers_apart(plan), 0
     for start, end in cache.conversation.acted:
         # Tokens between are an answer's, or of a prompt with reduce=False.
@@ -199,7 +199,7 @@ def _as_prompts(plan: Plan, cache: SieveCache) -> bool:
 
 
 def is_plain(cache: SieveCache) -> bool:
-    """Tell that a cache holds every token in every layer, exactly, and nothing that speaks of all of them."""
+    """Return True if a cache stores every token exactly in every layer, without state about all of them."""
     return (
         not cache.turn.deferred
         and not cache.has_state
@@ -211,7 +211,7 @@ def is_plain(cache: SieveCache) -> bool:
 
 
 def holds_all(layer: CacheLayer, seen: int) -> bool:
-    """Tell that the entries of a layer are those of all tokens seen, exact and in order."""
+    """Return True if a layer stores all tokens seen, exactly and in order."""
     store = layer.memory if layer.is_growing else None
     if store is None or store.is_ragged or store.is_encoded or store.is_empty:
         return False

@@ -1,4 +1,4 @@
-"""Counts of what a store holds and has done."""
+"""Counts of a store's content and history."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ class StoreStats:
     """Counts of a store: its entries, and its hits and evictions since it was opened.
 
     Attributes:
-        nodes: nodes there are, in memory or on the disk.
-        memory_nodes: of these, in memory.
-        disk_nodes: of these, on the disk.
-        memory_bytes: bytes of memory taken; what several nodes share counts once.
+        nodes: number of nodes, in memory or on disk.
+        memory_nodes: nodes in memory.
+        disk_nodes: nodes on disk.
+        memory_bytes: bytes of memory; shared memory counts once.
         disk_bytes: bytes of the files.
-        hits: searches that found something.
-        misses: searches that found nothing.
-        disk_hits: hits that were read back from the disk.
+        hits: searches with a hit.
+        misses: searches without a hit.
+        disk_hits: hits loaded from disk.
         tokens_asked: tokens of all searches.
-        tokens_reused: of these, found.
+        tokens_reused: tokens of the hits.
         added: nodes added.
-        refused: additions of which nothing can be reused; see `PrefixStore.add`.
-        evictions: nodes that had to leave memory for others.
-        disk_evictions: files that had to leave the disk for others.
-        replaced: nodes whose tokens a longer one has.
-        damaged: files that were set aside.
+        refused: additions without anything to reuse; see `PrefixStore.add`.
+        evictions: nodes evicted from memory.
+        disk_evictions: files evicted from disk.
+        replaced: nodes made redundant by a longer one.
+        damaged: files moved to ``damaged/``.
         written: files written.
-        write_errors: writes that failed; the node stays in memory.
-        waiting: nodes that are not on the disk yet.
+        write_errors: failed writes; the node stays in memory.
+        waiting: nodes not yet on disk.
     """
 
     nodes: int = 0
@@ -61,21 +61,21 @@ class StoreStats:
 
 
 class Ledger:
-    """Bytes of memory that nodes take, each place counted once."""
+    """Bytes of memory of the nodes; shared places count once."""
 
     def __init__(self) -> None:
         self.bytes = 0
         self._users: Counter[int] = Counter()
 
     def add(self, places: Iterable[tuple[int, int]]) -> None:
-        """Count the memory of one node: places, each with its bytes and named once."""
+        """Count the memory of one node: places, each with its bytes, without duplicates."""
         for place, size in places:
             self._users[place] += 1
             if self._users[place] == 1:
                 self.bytes += size
 
     def remove(self, places: Iterable[tuple[int, int]]) -> None:
-        """Take back what `add` counted."""
+        """Undo `add`."""
         for place, size in places:
             self._users[place] -= 1
             if not self._users[place]:
@@ -83,5 +83,5 @@ class Ledger:
                 self.bytes -= size
 
     def own(self, places: Iterable[tuple[int, int]]) -> int:
-        """Return the bytes that would be free if one node went."""
+        """Return the bytes freed by removing one node."""
         return sum(size for place, size in places if self._users[place] == 1)

@@ -1,4 +1,4 @@
-"""The tiers of a store: memory, and a directory that is written behind."""
+"""The tiers of a store: memory, and a directory with write-back."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvsieve.store.rules import Request
 from kvsieve.store.stats import Ledger
 from kvsieve.store.writer import Writer
 
-# Bytes that nodes may take beyond the budget, if that is more, until they are written.
+# Bytes beyond the budget that unwritten nodes may take at least.
 _MAY_WAIT = 256 << 20
 
 
 class Tiers:
-    """Nodes, where they are held, and which of them go when there are too many.
+    """Nodes, their tiers, and eviction from both.
 
-    All but `flush`, `close`, `verify` and `import_` are called with the store's lock held.
+    All methods but `flush`, `close`, `verify` and `import_` are called with the store's lock taken.
     """
 
     def __init__(
@@ -54,18 +54,18 @@ class Tiers:
         return key in self._nodes
 
     def best(self, key: str, owners: tuple[str, ...], ids: Tokens, request: Request) -> tuple[Node | None, int]:
-        """Return the node that a request may take most tokens of, and how many; see Forest."""
+        """Return the node with most tokens that a request may reuse, and their number; see Forest."""
         return self._trees.best(key, owners, ids, request)
 
     def alike(self, node: Node) -> tuple[Stretch, ...]:
-        """Return entries in memory of the node that has most tokens in common with another one."""
+        """Return the entries in memory of the node with the longest common prefix."""
         for other, common in self._trees.along(node):
             if other.in_memory and other.held is not None and other.held.stretches:
                 return other.held.begins(min(common, other.reuse.tokens))
         return ()
 
     def add(self, node: Node) -> Node:
-        """Take in a node, unless it is there: then that one is returned, and holds what it holds again."""
+        """Add a node, or return the equal one that exists, with its content in memory again."""
         known = self._nodes.get(node.key)
         if known is not None:
             known.pinned = known.pinned or node.pinned
@@ -86,7 +86,7 @@ class Tiers:
         return node
 
     def held(self, node: Node) -> Held | None:
-        """Return what a node holds, read back from its file if need be; None where that is lost, and so is the node."""
+        """Return a node's content, loaded from its file if necessary; drop the node and return None if it is lost."""
         if node.held is None:
             assert self._directory is not None
             node.held = self._directory.read(node)
@@ -95,18 +95,18 @@ class Tiers:
         return node.held
 
     def found(self, node: Node) -> None:
-        """Note that something of a node was found."""
+        """Record a hit of a node."""
         node.hits += 1
         self._touch(node)
         if self._directory is not None:
             self._directory.used(node)
 
     def own_bytes(self, node: Node) -> int:
-        """Bytes of memory that would be free without a node."""
+        """Return the bytes of memory freed by removing a node."""
         return self._ledger.own(node.held.places().items()) if node.held is not None and node.in_memory else 0
 
     def pin(self, node: Node, pinned: bool) -> None:
-        """Keep a node from going, or let it go again, and write that to its file."""
+        """Protect a node from eviction, or undo that, and write that to its file."""
         node.pinned = pinned
         self._touch(node)
         if self._writer is not None and self.held(node) is not None and not node.waits:
@@ -115,7 +115,7 @@ class Tiers:
             self._writer.put(node)
 
     def remove(self, node: Node) -> None:
-        """Take a node out of the store, and its file off the disk."""
+        """Delete a node from memory and disk."""
         self._drop(node)
         for each in (node, *node.replaces):
             if each.path is not None and self._directory is not None:
@@ -138,11 +138,11 @@ class Tiers:
         return {**self._counts, **state}
 
     def flush(self) -> bool:
-        """Write all that is not on the disk; False where some of it cannot be."""
+        """Write all unwritten nodes; return False if some cannot be written."""
         return self._writer is None or self._writer.flush()
 
     def close(self) -> None:
-        """Write what waits, and give the directory back."""
+        """Write waiting nodes, and release the directory."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -150,7 +150,7 @@ class Tiers:
             self._directory.close()
 
     def verify(self) -> list[str]:
-        """Read every file again; those that are damaged are set aside."""
+        """Verify every file; damaged ones are moved to ``damaged/`` and their keys returned."""
         damaged = []
         for node in [*self]:
             with self._lock:
@@ -172,7 +172,7 @@ class Tiers:
         self._changes_near(node)
 
     def _touch(self, node: Node) -> None:
-        """Note that a node is new, was found, or may go from a tier that it could not go from before."""
+        """Record that a node is new, was hit, or became evictable in a tier."""
         for leaves, here in ((self._leaves_memory, node.in_memory), (self._leaves_disk, node.path is not None)):
             if here and not node.pinned and not node.gone:
                 leaves.touch(node)
@@ -180,13 +180,13 @@ class Tiers:
                 leaves.remove(node)
 
     def _changes_near(self, node: Node) -> None:
-        """Note that nodes beside one that came or went save more or less now, or take more or fewer bytes."""
+        """Record changed worths and bytes of the nodes near one that was added or removed."""
         for other in self._trees.near(node):
             self._leaves_memory.change(other)
             self._leaves_disk.change(other)
 
     def _drop(self, node: Node) -> None:
-        """Take a node out of the trees and out of memory."""
+        """Remove a node from the trees and from memory."""
         if node.gone:
             return
         node.gone = True
@@ -205,7 +205,7 @@ class Tiers:
         self._changes_near(node)
 
     def _no_file(self, node: Node) -> None:
-        """Note that a node has no file any more; without memory of its own it is lost."""
+        """Record that a node lost its file; without memory of its own it is dropped."""
         node.path = None
         self._file_bytes -= node.file_bytes
         self._leaves_disk.remove(node)
@@ -213,7 +213,7 @@ class Tiers:
             self._drop(node)
 
     def _fit_memory(self) -> None:
-        """Let nodes leave memory until the others fit; those that wait to be written only if they are too many."""
+        """Evict nodes from memory until the others fit; unwritten ones only beyond the write-back limit."""
         while (over := self._ledger.bytes - self._memory) > 0:
             node = self._leaves_memory.next()
             if node is None and over > max(self._memory, _MAY_WAIT):
@@ -226,14 +226,14 @@ class Tiers:
                 continue
             self._drop(node)
             for other in node.replaces:
-                # Never written, so what it was to take the place of stays.
+                # Never written, so the nodes that it was to replace stay.
                 if other.path is not None:
                     other.gone = False
                     self._put(other)
             node.replaces.clear()
 
     def _fit_disk(self, coming: int = 0) -> None:
-        """Delete files until the others fit, and `coming` bytes more."""
+        """Delete files until the others and `coming` bytes fit."""
         while self._disk is not None and self._directory is not None and self._file_bytes + coming > self._disk:
             node = self._leaves_disk.next() or self._leaves_disk.next(waiting=True)
             if node is None:
@@ -244,7 +244,7 @@ class Tiers:
             self._no_file(node)
 
     def _write(self, node: Node) -> None:
-        """Write a node that waits; called by the writer's thread, without the lock."""
+        """Write a waiting node; called by the writer's thread, without the lock."""
         assert self._directory is not None
         with self._lock:
             held = node.held
@@ -277,13 +277,11 @@ class Tiers:
         self._fit_memory()
 
     def export(self, path: str | os.PathLike[str], nodes: list[Node]) -> int:
-        """See PrefixStore.export."""
         from kvsieve.store.transfer import export
 
         return export(path, [(node, held) for node in nodes if (held := self.held(node)) is not None])
 
     def import_(self, path: str | os.PathLike[str]) -> int:
-        """See PrefixStore.import_."""
         from kvsieve.store.transfer import read_nodes
 
         new = 0

@@ -1,4 +1,4 @@
-"""Nodes of a store as one file, to take them elsewhere."""
+"""Export and import of a store's nodes as one file."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def export(path: str | os.PathLike[str], nodes: Sequence[tuple[Node, Held]]) -> 
 
 
 def read_nodes(path: str | os.PathLike[str]) -> Iterator[Node]:
-    """Yield the nodes of a file that `export` wrote, with what they hold, each verified.
+    """Yield the nodes of an `export` file with their content, each verified.
 
     Raises:
-        CacheFileError: it is no such file, or one of its nodes is damaged.
+        CacheFileError: an invalid file, or a damaged node.
     """
     try:
         with tarfile.open(path) as tar, tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The thread that writes nodes behind the back of who adds them."""
+"""Background thread that writes nodes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _log = logging.getLogger(__name__)
 
 
 class Writer:
-    """Writes nodes one after another in a thread of its own."""
+    """Writes nodes one by one in its own thread."""
 
     def __init__(self, write: Callable[[Node], None]) -> None:
-        """See the class. write: writes one node; raises CacheFileError where it cannot."""
+        """See the class. write: writes one node; raises CacheFileError on failure."""
         self._write = write
         self._changed = threading.Condition()
         self._waiting: deque[Node] = deque()
@@ -28,19 +28,19 @@ class Writer:
         self._thread.start()
 
     def put(self, node: Node) -> None:
-        """Let a node be written in time."""
+        """Queue a node."""
         with self._changed:
             self._waiting.append(node)
             self._changed.notify_all()
 
     @property
     def waiting(self) -> int:
-        """Nodes that are not written yet, those that could not be among them."""
+        """Number of unwritten nodes, including failed ones."""
         with self._changed:
             return len(self._waiting) + len(self._failed) + self._busy
 
     def flush(self) -> bool:
-        """Wait until all are written, trying those again that failed; False where some still fail."""
+        """Wait until all are written, retrying failed ones; return False if some still fail."""
         with self._changed:
             self._waiting.extend(self._failed)
             self._failed.clear()
@@ -49,7 +49,7 @@ class Writer:
             return not self._failed
 
     def close(self) -> None:
-        """End the thread once all is written that can be."""
+        """Write the remaining nodes and end the thread."""
         self.flush()
         with self._changed:
             self._closed = True
