@@ -27,6 +27,7 @@ CASES = {
     "snapkv every=3": ("llama", "snapkv", {**SMALL, "every": 3}),
     "h2o": ("llama", "h2o", {"budget": 16}),
     "h2o every=3": ("llama", "h2o", {"budget": 16, "every": 3}),
+    "h2o, which begins to evict": ("llama", "h2o", {"budget": 60}),
     "tova": ("llama", "tova", {"budget": 16}),
     "tova every=2": ("llama", "tova", {"budget": 16, "every": 2}),
     "streamingllm every=2": ("llama", "streamingllm", {"budget": 16, "every": 2}),
