@@ -48,7 +48,7 @@ bench: $(VENV)/.ready
 
 # The profile that ships with kvsieve for MODEL, with the defaults of `kvsieve calibrate`.
 profile: $(VENV)/.ready
-	$(BIN)/kvsieve calibrate $(MODEL) --out src/kvsieve/profiles/$(NAME).json
+	$(BIN)/kvsieve calibrate $(MODEL) --out src/kvsieve/planning/profiles/$(NAME).json
 
 # Codecs: quality, drift, planted channels, the rest by task.
 CODECS := benchmarks/results/codecs

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.answers.retained import Retained, retained
-from kvsieve.eval.results import load
+from kvsieve.lab.eval.results import load
 from kvsieve.report.environment import UNRECORDED, stamps
 
 RESULTS = Path(__file__).parent / "results"

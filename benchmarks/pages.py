@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.evidence import MODELS, RESULTS, Evidence, described, evidence, provenance
 from benchmarks.toys.tables import filled, markdown, summary
-from kvsieve.profiles import load_profile, shipped_profiles
+from kvsieve.planning.profiles import load_profile, shipped_profiles
 from kvsieve.report.plot_style import PNG_DPI, new_figure, style
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import torch
 import kvsieve
 import surroundings
 import tiny_models
-from kvsieve import budget
+from kvsieve.planning import budget
 
 # Until every branch imports them by their own name.
 sys.modules[f"{kvsieve.__name__}.models.families"] = tiny_models

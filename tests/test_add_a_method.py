@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvsieve
-from kvsieve.roles import Evictor, Traits
+from kvsieve.planning.roles import Evictor, Traits
 
 PAGE = Path(__file__).parents[1] / "docs" / "add_a_method.md"
 
@@ -25,7 +25,7 @@ def blocks():
 def module(monkeypatch):
     """A module of somebody's own; what it registers is forgotten afterwards."""
     kvsieve.list_methods()
-    monkeypatch.setattr(kvsieve.registry, "_METHODS", dict(kvsieve.registry._METHODS))
+    monkeypatch.setattr(kvsieve.planning.registry, "_METHODS", dict(kvsieve.planning.registry._METHODS))
     made = types.ModuleType("somebodys_own")
     monkeypatch.setitem(sys.modules, made.__name__, made)
     return made

@@ -11,11 +11,20 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve import roles
-from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
 from kvsieve.methods import AdaKV, ExpectedAttention, Finch, KNorm, KVzip, RocketEviction, SnapKV, SqueezeAttention
-from kvsieve.roles import ChunkedEvictor, DelegatingEvictor, Evictor, Propagator, Reader, Traits, role_class, role_name
+from kvsieve.planning import roles
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.roles import (
+    ChunkedEvictor,
+    DelegatingEvictor,
+    Evictor,
+    Propagator,
+    Reader,
+    Traits,
+    role_class,
+    role_name,
+)
 from source_tree import imports, modules
 from tiny_models import build
 
@@ -159,7 +168,7 @@ def test_what_only_looks_like_a_role_is_refused():
             return None
 
     with pytest.raises(
-        PlanError, match=r"takes a Evictor, got .*or a class of your own that derives from kvsieve\.roles"
+        PlanError, match=r"takes a Evictor, got .*or a class of your own that derives from kvsieve\.planning\.roles"
     ):
         kvsieve.Plan(evict=Alike())
 
@@ -211,7 +220,10 @@ HOLDING = {"evict", "evictor", "propagate", "propagator", "read", "reader", "inn
 def test_nothing_that_holds_a_role_is_typed_any():
     found = []
     for module, node in nodes((ast.arg, ast.AnnAssign)):
-        if not any(target.startswith(("kvsieve.roles", "kvsieve.plans")) for target in imports()[module] | {module}):
+        if not any(
+            target.startswith(("kvsieve.planning.roles", "kvsieve.planning.plans"))
+            for target in imports()[module] | {module}
+        ):
             continue
         name = node.arg if isinstance(node, ast.arg) else node.target
         value = getattr(node, "value", None)

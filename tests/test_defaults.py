@@ -14,13 +14,13 @@ import torch
 import kvsieve
 from kvsieve import Plan
 from kvsieve.cli.specs import make_run, method_specs
-from kvsieve.defaults import digits_per_token
 from kvsieve.errors import InputError, KvsieveWarning, PlanError
-from kvsieve.eval.cells import on_model, settings
-from kvsieve.eval.store import writing
 from kvsieve.hf.persist.saved import read_header
+from kvsieve.lab.eval.cells import on_model, settings
+from kvsieve.lab.eval.store import writing
 from kvsieve.methods import TSP, SnapKV
-from kvsieve.profiles import Fingerprint, Profile, keep_profile, load_profile, profiles_dir
+from kvsieve.planning.defaults import digits_per_token
+from kvsieve.planning.profiles import Fingerprint, Profile, keep_profile, load_profile, profiles_dir
 from source_tree import needs_results
 from tiny import tiny_model, tiny_prompt
 from tiny_models import build

@@ -8,12 +8,12 @@ import warnings
 import pytest
 
 import kvsieve
-from kvsieve import loading
 from kvsieve.cli.main import run_cli
 from kvsieve.cli.specs import method_specs
 from kvsieve.errors import KvsieveWarning, PlanError
-from kvsieve.eval.cells import settings
-from kvsieve.tasks import all_tasks
+from kvsieve.lab.eval.cells import settings
+from kvsieve.lab.tasks import all_tasks
+from kvsieve.planning import loading
 from other_packages import look_for_methods
 from tiny import tiny_prompt
 from tiny_models import build
@@ -21,10 +21,10 @@ from tiny_models import build
 VNORM = '''
 from dataclasses import dataclass
 
-from kvsieve.budget import Budget
+from kvsieve.planning.budget import Budget
 from kvsieve.methods.base import ScoredEvictor
-from kvsieve.plans import Plan
-from kvsieve.registry import register_method
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.registry import register_method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,13 @@ def test_a_broken_one_is_left_out_with_a_warning_that_names_its_package(installe
 
 def test_a_saved_plan_names_only_classes_of_modules_that_registered_a_method():
     data = kvsieve.plan("snapkv", budget=64).to_dict()
-    for kind in ("os:system", "subprocess:Popen", "kvsieve.plans:Plan", "kvsieve.methods.snapkv:Budget", "nothing:at"):
+    for kind in (
+        "os:system",
+        "subprocess:Popen",
+        "kvsieve.planning.plans:Plan",
+        "kvsieve.methods.snapkv:Budget",
+        "nothing:at",
+    ):
         with pytest.raises(PlanError, match="not a role class"):
             kvsieve.Plan.from_dict({**data, "evict": {"type": kind}})
 
@@ -106,10 +112,10 @@ def test_every_plan_of_ours_is_read_back():
 HIDDEN_WORD = """
 from dataclasses import dataclass
 
-from kvsieve.tasks.base import Generated
-from kvsieve.tasks.fit import fit
-from kvsieve.tasks.samples import QuestionAnswer, Sample
-from kvsieve.tasks.scoring import match_any
+from kvsieve.lab.tasks.base import Generated
+from kvsieve.lab.tasks.fit import fit
+from kvsieve.lab.tasks.samples import QuestionAnswer, Sample
+from kvsieve.lab.tasks.scoring import match_any
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import kvsieve.registry
+import kvsieve.planning.registry
 from tiny_models import build
 from toy_chats import chat_tokenizer
 
@@ -110,7 +110,7 @@ def test_rows_of_the_padded_batch_answer_as_they_do_alone(example):
 
 
 def test_a_method_of_ones_own_runs_beside_those_that_are_there(example, monkeypatch):
-    monkeypatch.setattr(kvsieve.registry, "_METHODS", dict(kvsieve.registry._METHODS))
+    monkeypatch.setattr(kvsieve.planning.registry, "_METHODS", dict(kvsieve.planning.registry._METHODS))
     printed = example("own_method")
     assert re.findall(r"^(\w+): ", printed, re.M) == ["full", "weighed", "snapkv", "knorm"]
     assert "weighed" in kvsieve.list_methods()

@@ -52,7 +52,7 @@ def example(demo, capsys, monkeypatch, tmp_path, usual_floor):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(kvsieve.models, "load", lambda *where, **how: demo)
     kvsieve.list_methods()
-    monkeypatch.setattr(kvsieve.registry, "_METHODS", dict(kvsieve.registry._METHODS))
+    monkeypatch.setattr(kvsieve.planning.registry, "_METHODS", dict(kvsieve.planning.registry._METHODS))
 
     def run(name: str, *arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
-from kvsieve.named import plan_without_floor
-from kvsieve.turns import render, token_ids
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.named import plan_without_floor
+from kvsieve.planning.turns import render, token_ids
 from paths import COMMANDS, SERVED, Ask, answer, plain, words
 from small import fill, plan_of, stored
 from tiny import greedy

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve.budget import percent_doubt
 from kvsieve.errors import PlanError
+from kvsieve.planning.budget import percent_doubt
 from paths import Ask, serving, words
 from small import fill
 from tiny_models import build

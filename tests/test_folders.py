@@ -12,7 +12,7 @@ import kvsieve.models
 from kvsieve import folders
 from kvsieve.errors import InputError, PlanError
 from kvsieve.kernels.cpu.folder import cache_folder
-from kvsieve.profiles import load_profile, profiles_dir
+from kvsieve.planning.profiles import load_profile, profiles_dir
 from tiny_models import build
 
 VARIABLES = ("HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "KVSIEVE_CACHE", "KVSIEVE_HOME")

@@ -8,8 +8,8 @@ import pytest
 
 import call_templates as templates
 from kvsieve.errors import InputError
-from kvsieve.forms import CallArguments, forms
-from kvsieve.turns import render, token_ids
+from kvsieve.planning.forms import CallArguments, forms
+from kvsieve.planning.turns import render, token_ids
 from toy_words import word_tokenizer
 
 TEXT = '{"x":[1,null],"y":"é"}'

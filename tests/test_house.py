@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 import kvsieve
-from kvsieve.roles.base import _CLASSES
+from kvsieve.planning.roles.base import _CLASSES
 from source_tree import PLUGIN, SOURCE, imports, modules
 
 MEMORIES = {"DenseStore", "RaggedStore", "PackedStore", "LatentStore", "LayerMemory", "BufferedMemory"}
@@ -27,14 +28,19 @@ ASKING = {"usable", "serves", "faster_here", "faster_for_token", "why_not_compil
 ASKED_BY = {"attend", "explain", "measured", "has_kernel", "foresee", "compile", "_is_thin"}
 # Loops that choose tokens by themselves, and why.
 OTHER_LOOPS = {
-    "bench/plain.py": "transformers' own path, the baseline, which another library's interpreter runs without kvsieve",
+    "lab/bench/plain.py": "transformers' own path, the baseline, which runs without kvsieve too",
     "hf/prompt/draft.py": "a part of reading a prompt: a draft model's tokens ask which of the prompt's matter",
     "methods/lookahead.py": "a part of reading a prompt: the method's own tokens ask which entries matter",
 }
 CHOOSING = {"argmax", "multinomial"}
 FEEDING = {"model", "feed", "feed_rows", "next_logits", "run"}
 # Rooms of kvsieve that the plugin for vLLM imports, beside the public API.
-OF_THE_PLUGIN = {"attention", "errors", "kernels", "plans", "profiles", "roles", "types"}
+OF_THE_PLUGIN = {"attention", "errors", "kernels", "planning", "types"}
+
+
+def unit(module: str) -> str:
+    """The package or module at the root that a module belongs to."""
+    return module.split(".")[1] if module.startswith("kvsieve.") else module
 
 
 def outside(*names: str) -> list[tuple[str, ast.Module]]:
@@ -93,7 +99,7 @@ def test_tokens_are_decoded_in_one_loop():
                 found.add(place)
     assert found == set(OTHER_LOOPS)
     users = {modules()[name][0] for name, known in imports().items() if "kvsieve.decoding.loop" in known}
-    assert users == {"serve/running.py", "serve/workload.py", "eval/evaluator.py", "calibrate/reading.py"}
+    assert users == {"serve/running.py", "serve/workload.py", "lab/eval/evaluator.py", "lab/calibrate/reading.py"}
 
 
 def test_the_plugin_names_no_method_and_imports_what_methods_are_made_of():
@@ -226,6 +232,22 @@ def test_the_way_from_the_command_line_to_a_result_is_short(cli, model_dir, tmp_
     rooms = {room for step in steps for room in step}
     level = floors()
     climbs = {(here, there) for here, there in steps if level[there] > level[here]}
-    # Methods are called by their roles; progress is shown where the command line wants it.
-    assert {pair for pair in climbs if pair[1] not in ("methods", "kvsieve")} == {("eval", "cli")}
+    # Methods are called by their roles, a prefix by what a pass leaves; progress is the command line's.
+    assert {pair for pair in climbs if pair[1] not in ("methods", "shared", "kvsieve")} == {("lab", "cli")}
     assert len(rooms) <= 34 and len(climbs) <= 8, " ".join(sorted(rooms))
+
+
+def test_the_root_is_small():
+    """Rooms are the packages and modules at the root, arrows the imports between them, floors their longest chain."""
+    rooms = {unit(module) for module in modules() if not module.startswith("kvsieve_vllm")}
+    named = {(unit(module), unit(target)) for module, targets in imports().items() for target in targets}
+    arrows = {(here, there) for here, there in named if here != there and here in rooms}
+    below = {room: {there for here, there in arrows if here == room} for room in rooms}
+
+    @functools.cache
+    def floor(room: str) -> int:
+        return 1 + max(map(floor, below[room]), default=0)
+
+    assert len(rooms) <= 26, sorted(rooms)
+    assert max(map(floor, rooms)) <= 11
+    assert len(arrows) <= 125

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve import loading, registry
 from kvsieve.cli.specs import compared_specs, make_run
 from kvsieve.errors import KvsieveWarning
-from kvsieve.eval.cells import on_model, settings, unlike_settings
-from kvsieve.eval.results import Results
-from kvsieve.eval.tables import settings_table
+from kvsieve.lab.eval.cells import on_model, settings, unlike_settings
+from kvsieve.lab.eval.results import Results
+from kvsieve.lab.eval.tables import settings_table
 from kvsieve.methods import SnapKV
-from kvsieve.profiles import Fingerprint, Profile, keep_profile, load_profile
-from kvsieve.settled import settled_role
+from kvsieve.planning import loading, registry
+from kvsieve.planning.profiles import Fingerprint, Profile, keep_profile, load_profile
+from kvsieve.planning.settled import settled_role
 from tiny import tiny_prompt
 from tiny_models import build
 from toy_words import WORDS, word_tokenizer
@@ -154,7 +154,7 @@ def test_a_method_that_says_itself_what_comes_with_the_model_has_no_parent(metho
     ],
 )  # fmt: skip
 def test_unlike_settings_are_named(methods, specs, found):
-    parsed = [kvsieve.specs.split_specs(each)[0] for each in specs]
+    parsed = [kvsieve.planning.specs.split_specs(each)[0] for each in specs]
     assert unlike_settings(on_model(settings(parsed, ["10%", "20%"]), DEMO)) == found
 
 

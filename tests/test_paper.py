@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import kvsieve
-from kvsieve import defaults
 from kvsieve.cli.specs import make_run
-from kvsieve.profiles import Fingerprint
+from kvsieve.planning import defaults
+from kvsieve.planning.profiles import Fingerprint
 
 LLAMA = defaults.MODELS["Llama-3.1-8B"]
 

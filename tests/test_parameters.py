@@ -11,10 +11,10 @@ import pytest
 
 import kvsieve
 from kvsieve import methods
-from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
-from kvsieve.parameters import MOST, Checked, check_kinds
-from kvsieve.registry import method_info
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.parameters import MOST, Checked, check_kinds
+from kvsieve.planning.registry import method_info
 
 NAN, INF = float("nan"), float("inf")
 BAD = {

@@ -10,7 +10,7 @@ import kvsieve
 from kvsieve import Budget, Plan
 from kvsieve.errors import PlanError
 from kvsieve.methods import TSP, KNorm, SnapKV
-from kvsieve.registry import register_method
+from kvsieve.planning.registry import register_method
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_attach_takes_a_plan():
 def registry(monkeypatch):
     """What is registered here is forgotten afterwards."""
     kvsieve.list_methods()
-    monkeypatch.setattr(kvsieve.registry, "_METHODS", dict(kvsieve.registry._METHODS))
+    monkeypatch.setattr(kvsieve.planning.registry, "_METHODS", dict(kvsieve.planning.registry._METHODS))
 
 
 ABOUT = {"title": "", "paper": "", "phase": "end of prompt", "query_aware": False}

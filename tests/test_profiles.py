@@ -10,10 +10,10 @@ import torch
 import kvsieve
 from kvsieve import Plan
 from kvsieve.errors import PlanError
-from kvsieve.eval.cells import settings
+from kvsieve.lab.eval.cells import settings
 from kvsieve.methods import TSP, SnapKV
-from kvsieve.profiles import Fingerprint, Profile, load_profile, shipped_profiles
-from kvsieve.settled import all_parameters
+from kvsieve.planning.profiles import Fingerprint, Profile, load_profile, shipped_profiles
+from kvsieve.planning.settled import all_parameters
 from tiny import tiny_model, tiny_prompt
 from tiny_models import build
 

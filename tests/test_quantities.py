@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvsieve.budget import Budget
 from kvsieve.errors import InputError, PlanError
-from kvsieve.quantities import (
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.quantities import (
     format_bytes,
     format_seconds,
     parse_bytes,

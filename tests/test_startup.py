@@ -49,13 +49,13 @@ assert callable(kvsieve.attach) and kvsieve.hf.attach.attach is kvsieve.attach
 
 
 def test_a_method_is_found_though_nothing_but_the_registry_was_imported():
-    ran = python("-c", "from kvsieve.registry import method_info; print(method_info('snap-kv').name)")
+    ran = python("-c", "from kvsieve.planning.registry import method_info; print(method_info('snap-kv').name)")
     assert (ran.returncode, ran.stdout) == (0, "snapkv\n"), ran.stderr
 
 
 def test_all_names_are_there_and_wrong_ones_are_not():
     assert all(getattr(kvsieve, name) is not None for name in kvsieve.__all__)
-    assert kvsieve.plans.Plan is kvsieve.Plan
+    assert kvsieve.planning.plans.Plan is kvsieve.Plan
     for name in ("nothing", "_hidden", "__wrapped__"):
         assert not hasattr(kvsieve, name)
     with pytest.raises(AttributeError, match="module 'kvsieve' has no attribute 'nothing'"):

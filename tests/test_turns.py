@@ -9,10 +9,10 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 import kvsieve
 from kvsieve.errors import InputError
-from kvsieve.segments import role_spans
-from kvsieve.tasks.prompter import Prompter
-from kvsieve.tasks.samples import QuestionAnswer, Sample
-from kvsieve.turns import Turns, plain_ids, render, special_ids, token_ids
+from kvsieve.lab.tasks.prompter import Prompter
+from kvsieve.lab.tasks.samples import QuestionAnswer, Sample
+from kvsieve.planning.segments import role_spans
+from kvsieve.planning.turns import Turns, plain_ids, render, special_ids, token_ids
 from toy_chats import chat_tokenizer
 
 CONTROLS = ["<s>", "</s>", "<|user|>", "<|end|>"]

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from kvsieve.advise.intervals import FLOOR, prediction_interval
-from kvsieve.eval.results import load
+from kvsieve.lab.advise.intervals import FLOOR, prediction_interval
+from kvsieve.lab.eval.results import load
 from kvsieve.report.environment import environment, write_result
 from kvsieve.report.tables import markdown_table
 

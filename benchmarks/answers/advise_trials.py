@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import kvsieve
-from kvsieve.advise import AdviceOptions, PlanLimits, advise, built_in
-from kvsieve.advise.measure import least_memory_at, measure_losses
 from kvsieve.cli.specs import method_specs
-from kvsieve.eval.cells import setting
-from kvsieve.eval.evaluator import Evaluator
+from kvsieve.lab.advise import AdviceOptions, PlanLimits, advise, built_in
+from kvsieve.lab.advise.measure import least_memory_at, measure_losses
+from kvsieve.lab.eval.cells import setting
+from kvsieve.lab.eval.evaluator import Evaluator
 from kvsieve.report.environment import environment, write_result
 
 KEY = ("model", "length", "seed", "memory")

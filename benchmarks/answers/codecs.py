@@ -40,17 +40,17 @@ from transformers import DynamicCache, QuantizedCache
 import kvsieve
 from kvsieve.cache import PackedStore
 from kvsieve.cli.document import build_document
-from kvsieve.eval.evaluator import Evaluator
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.prompt.options import ReadOptions
-from kvsieve.hf.shared import answer_logits, read_shared
-from kvsieve.named import plan_without_floor
-from kvsieve.plans import Plan
+from kvsieve.lab.eval.evaluator import Evaluator
+from kvsieve.lab.tasks import chosen_tasks
+from kvsieve.lab.tasks.haystack import load_haystack
+from kvsieve.lab.tasks.needle import Needle
+from kvsieve.planning.named import plan_without_floor
+from kvsieve.planning.plans import Plan
 from kvsieve.report.environment import environment, write_result
 from kvsieve.report.tables import markdown_table
-from kvsieve.tasks import chosen_tasks
-from kvsieve.tasks.haystack import load_haystack
-from kvsieve.tasks.needle import Needle
+from kvsieve.shared.prompt import answer_logits, read_shared
 
 CODECS = (
     "int8,fp8,kivi:bits=8,k8v4,kivi:bits=4,hqq:bits=4,outlier:bits=4,rotated:bits=4,"

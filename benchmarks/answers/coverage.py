@@ -1,4 +1,4 @@
-"""How often the 95% intervals of `kvsieve.eval.intervals` hold, and how often a verdict is false, on synthetic samples.
+"""How often 95% intervals (`kvsieve.lab.eval.intervals`) hold, and verdicts are false, on synthetic samples.
 
     python benchmarks/answers/coverage.py [--draws 4000] [--out benchmarks/results/coverage.json]
 
@@ -20,7 +20,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.paper.verdicts import MARGIN, OPEN, SCORES, Case, apart, no_worse
-from kvsieve.eval.intervals import MeanEstimate, estimate, share_interval
+from kvsieve.lab.eval.intervals import MeanEstimate, estimate, share_interval
 from kvsieve.report.environment import environment, write_result
 from kvsieve.report.tables import markdown_table
 

@@ -21,9 +21,9 @@ import torch
 
 import kvsieve
 from kvsieve.cli.document import QUESTION, build_document
+from kvsieve.planning.turns import render, token_ids
 from kvsieve.report.environment import environment, write_result
 from kvsieve.report.tables import markdown_table
-from kvsieve.turns import render, token_ids
 
 FLOORS = (0, 64, 128, 256, 512, 1024)
 PLANS = {"snapkv": {"budget": "20%"}, "fastkv": {"budget": "10%"}}

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 import kvsieve
-from kvsieve.bench.contenders import KvsieveMethod
-from kvsieve.bench.prompts import TokensPrompt
-from kvsieve.eval.evaluator import Evaluator
-from kvsieve.named import plan_without_floor
+from kvsieve.lab.bench.contenders import KvsieveMethod
+from kvsieve.lab.bench.prompts import TokensPrompt
+from kvsieve.lab.eval.evaluator import Evaluator
+from kvsieve.lab.tasks import chosen_tasks
+from kvsieve.planning.named import plan_without_floor
 from kvsieve.report.environment import environment, write_result
-from kvsieve.tasks import chosen_tasks
 
 TASKS = "needle", "ruler_niah_multikey_1", "ruler_qa_1"
 BUDGET = "10%"

@@ -3,7 +3,7 @@
     python benchmarks/answers/retained.py RESULTS ... [--tasks needle,ruler_vt]
 
 Per method and budget: the ratio of the mean scores, the prompts that full KV answers and a method does not, the mean
-KL, and the entries stored. The ratio's 95% interval is by `kvsieve.eval.intervals`, over documents where several
+KL, and the entries stored. The ratio's 95% interval is by `kvsieve.lab.eval.intervals`, over documents where several
 prompts share one.
 """
 
@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from kvsieve.eval.intervals import FEWEST_DIFFERENT, estimate
-from kvsieve.eval.results import load
-from kvsieve.eval.rows import document
+from kvsieve.lab.eval.intervals import FEWEST_DIFFERENT, estimate
+from kvsieve.lab.eval.results import load
+from kvsieve.lab.eval.rows import document
 from kvsieve.report.tables import markdown_table
 
 Row = dict[str, Any]

@@ -28,13 +28,13 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
 import kvsieve
-from kvsieve.eval.evaluator import Evaluator
 from kvsieve.hf.compat import CACHE
-from kvsieve.named import plan_without_floor
-from kvsieve.plans import Plan
+from kvsieve.lab.eval.evaluator import Evaluator
+from kvsieve.lab.tasks import chosen_tasks
+from kvsieve.planning.named import plan_without_floor
+from kvsieve.planning.plans import Plan
 from kvsieve.report.environment import environment, write_result
 from kvsieve.report.tables import markdown_table
-from kvsieve.tasks import chosen_tasks
 
 PREFILLS = (
     "xattention,xattention:threshold=0.8,xattention:threshold=0.95,flashprefill,flexprefill,minference,a-shape,"

@@ -42,9 +42,9 @@ from benchmarks.paper.verdicts import (
     repeated,
 )
 from kvsieve.core.scoring import pooled_mass
-from kvsieve.eval.cells import MethodSetting
-from kvsieve.eval.intervals import FEWEST_DIFFERENT
-from kvsieve.hf.shared import read_shared
+from kvsieve.lab.eval.cells import MethodSetting
+from kvsieve.lab.eval.intervals import FEWEST_DIFFERENT
+from kvsieve.shared.prompt import read_shared
 
 TAUS = (0.2, 0.3, 0.4, 0.5, 0.6)
 BUDGETS = ("5%", "10%", "20%", "40%")

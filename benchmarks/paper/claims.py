@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.paper import asl, fastkv, lagkv, rocketkv
 from benchmarks.paper.common import RESULTS, Found, Study
 from benchmarks.paper.verdicts import ACTED, FEW, MARGIN, verdict_table
-from kvsieve.eval.intervals import FEWEST_DIFFERENT, LEVEL
+from kvsieve.lab.eval.intervals import FEWEST_DIFFERENT, LEVEL
 
 STUDIES = (fastkv.STUDY, asl.STUDY, lagkv.STUDY, rocketkv.STUDY)
 INTRO = f"""# What came out of the papers' claims

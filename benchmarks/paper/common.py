@@ -25,21 +25,21 @@ from benchmarks.paper.remember import Memory, remembering
 from benchmarks.paper.verdicts import SCORES, Case, Verdict, paired, verdict_table
 from kvsieve.cli.loading import load_model
 from kvsieve.errors import InputError
-from kvsieve.eval.cells import MethodSetting, setting
-from kvsieve.eval.evaluator import Evaluator
-from kvsieve.eval.grid import Grid
-from kvsieve.eval.results import load
-from kvsieve.eval.runner import run_grid
-from kvsieve.eval.store import writing
-from kvsieve.eval.texts import other_text
+from kvsieve.lab.eval.cells import MethodSetting, setting
+from kvsieve.lab.eval.evaluator import Evaluator
+from kvsieve.lab.eval.grid import Grid
+from kvsieve.lab.eval.results import load
+from kvsieve.lab.eval.runner import run_grid
+from kvsieve.lab.eval.store import writing
+from kvsieve.lab.eval.texts import other_text
+from kvsieve.lab.tasks import all_tasks
+from kvsieve.lab.tasks.public import data_digests
+from kvsieve.lab.tasks.samples import Sample
 from kvsieve.models.fetch import MODEL_NAME
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 from kvsieve.report.environment import environment, write_result
 from kvsieve.report.labels import FULL
 from kvsieve.report.tables import markdown_table
-from kvsieve.tasks import all_tasks
-from kvsieve.tasks.public import data_digests
-from kvsieve.tasks.samples import Sample
 
 RESULTS = Path(__file__).parents[1] / "results" / "paper"
 # Metrics of which more is better; of the others, distances, less is.
@@ -129,14 +129,14 @@ def named(label: str, method: str, **given: Any) -> MethodSetting:
 
     The papers' models write three digits into a token, those measured here one: a kernel of 7 would cut every number.
     """
-    info = kvsieve.registry.method_info(method)
+    info = kvsieve.planning.registry.method_info(method)
     wide = {"kernel": "auto"} if info.derive is not None and "kernel" in info.parameters else {}
     return _labelled(label, setting(info.name, {**wide, **given}))
 
 
 def published(label: str, method: str, **given: Any) -> MethodSetting:
     """A setting under a label of its own as papers ran the method; parameters that are not given are its paper's."""
-    paper = {"paper": True} if "paper" in kvsieve.registry.method_info(method).parameters else {}
+    paper = {"paper": True} if "paper" in kvsieve.planning.registry.method_info(method).parameters else {}
     return _labelled(label, setting(method, {**paper, **given}))
 
 
@@ -255,9 +255,9 @@ def _begun(folder: Path, what: str) -> bool:
 @cache
 def propagates(method: str) -> bool:
     """Tell whether a method leaves tokens out of deeper layers; False for settings that no name makes."""
-    if method not in kvsieve.registry.list_methods():
+    if method not in kvsieve.planning.registry.list_methods():
         return False
-    info = kvsieve.registry.method_info(method)
+    info = kvsieve.planning.registry.method_info(method)
     return info.make(**info.example).propagate is not None
 
 

@@ -27,9 +27,9 @@ from benchmarks.paper.common import (
 )
 from benchmarks.paper.verdicts import IMPOSSIBLE, Case, Verdict, compared, mean, no_worse, repeated
 from kvsieve.core.scoring import pooled_mass
-from kvsieve.eval.cells import MethodSetting
-from kvsieve.eval.intervals import FEWEST_DIFFERENT
-from kvsieve.hf.shared import read_shared
+from kvsieve.lab.eval.cells import MethodSetting
+from kvsieve.lab.eval.intervals import FEWEST_DIFFERENT
+from kvsieve.shared.prompt import read_shared
 
 DEPTHS = (1 / 6, 1 / 3, 1 / 2, 2 / 3, 5 / 6)
 RATES = ("5%", "10%", "20%", "40%")

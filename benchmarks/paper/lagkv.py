@@ -25,11 +25,11 @@ from benchmarks.paper.common import (
     published,
 )
 from benchmarks.paper.verdicts import ACTED, FEW, LATER, NOT, OPEN, OUT, Case, Verdict, compared, no_worse, paired
-from kvsieve.budget import Budget
-from kvsieve.eval.cells import MethodSetting
-from kvsieve.eval.intervals import share_interval
+from kvsieve.lab.eval.cells import MethodSetting
+from kvsieve.lab.eval.intervals import share_interval
 from kvsieve.methods import LagKV
-from kvsieve.plans import Plan
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
 from kvsieve.types import When
 
 SINKS = 16

@@ -26,14 +26,14 @@ from benchmarks.paper.common import (
     published,
 )
 from benchmarks.paper.verdicts import IMPOSSIBLE, LATER, MARGIN, OUT, Case, Verdict, compared, no_worse, of_all
-from kvsieve.budget import Budget
 from kvsieve.core.kv_rows import ReadFacts
-from kvsieve.eval.cells import MethodSetting
+from kvsieve.lab.eval.cells import MethodSetting
 from kvsieve.methods import HSA
 from kvsieve.methods.hsa import hsa_setting
 from kvsieve.methods.readers import LEAST, Setting
 from kvsieve.methods.rocketkv import RocketEviction
-from kvsieve.plans import Plan
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
 
 PARTS = (4, 8, 16, 32, 64)
 COMPARED = (4, 16, 64)

@@ -1,4 +1,4 @@
-"""Verdicts on what a paper claims, by stated rules. Intervals and tests are `kvsieve.eval.intervals`'.
+"""Verdicts on what a paper claims, by stated rules. Intervals and tests are `kvsieve.lab.eval.intervals`'.
 
 A case is a difference between two settings on the same samples of one length. It counts with at least `FEW` samples
 in at least half of which the method acted.
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from kvsieve.eval.intervals import FEWEST_DIFFERENT, LEVEL, SCORES, MeanEstimate, estimate
+from kvsieve.lab.eval.intervals import FEWEST_DIFFERENT, LEVEL, SCORES, MeanEstimate, estimate
 from kvsieve.report.tables import markdown_table
 
 OUT, NOT, OPEN, IMPOSSIBLE, LATER = "came out", "did not come out", "undecided", "cannot be tested here", "not run yet"

@@ -35,11 +35,11 @@ import torch
 
 import kvsieve
 from kvsieve.detokenize import text_of
+from kvsieve.planning.turns import render, token_ids
 from kvsieve.report.environment import environment, write_result
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.reply_schema import ChatReply, CompletionReply, ErrorReply
 from kvsieve.serve.run import ServerOptions
-from kvsieve.turns import render, token_ids
 from tiny_models import build
 
 CHUNK, POINTS = 32, 40

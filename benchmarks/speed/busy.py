@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 import kvsieve
-from kvsieve.bench.contenders import KvsieveMethod, Transformers
-from kvsieve.bench.prompts import TokensPrompt, text_ids
-from kvsieve.named import plan_without_floor
+from kvsieve.lab.bench.contenders import KvsieveMethod, Transformers
+from kvsieve.lab.bench.prompts import TokensPrompt, text_ids
+from kvsieve.planning.named import plan_without_floor
 from kvsieve.report.environment import environment, write_result
 
 BUSY = "while True: pass"

@@ -28,9 +28,9 @@ import torch
 
 import kvsieve
 from kvsieve.attention.choice import cpu_paths
-from kvsieve.bench.contenders import Contender, KvsieveMethod, Transformers
-from kvsieve.bench.prompts import TokensPrompt, text_ids
 from kvsieve.devices import AMX, ARM_BF16, AVX2, AVX512, AVX512_BF16, DtypeChoice, auto_dtype, cpu_kind
+from kvsieve.lab.bench.contenders import Contender, KvsieveMethod, Transformers
+from kvsieve.lab.bench.prompts import TokensPrompt, text_ids
 from kvsieve.report.environment import environment, write_result
 
 CHUNK = 1024

@@ -28,20 +28,20 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StoppingCriteria, StoppingCriteriaList
 
-from kvsieve.bench.compare import Limits, element_bytes, run_length, summarise
-from kvsieve.bench.contenders import BASELINE, Contender, KvsieveMethod, Transformers
-from kvsieve.bench.geometry import Geometry, geometry
-from kvsieve.bench.plain import held_bytes
-from kvsieve.bench.prompts import TokensPrompt
-from kvsieve.bench.roofline import Rates, measure_rates
-from kvsieve.bench.tables import notes, tables
-from kvsieve.bench.work import Work
 from kvsieve.cli.output import print_table, printed_warnings
 from kvsieve.cli.specs import MethodRun, compared_methods, make_runs, measured
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.decode.engines import ENGINES
 from kvsieve.hf.generate.peak_memory import measure_peak
-from kvsieve.quantities import parse_lengths
+from kvsieve.lab.bench.compare import Limits, element_bytes, run_length, summarise
+from kvsieve.lab.bench.contenders import BASELINE, Contender, KvsieveMethod, Transformers
+from kvsieve.lab.bench.geometry import Geometry, geometry
+from kvsieve.lab.bench.plain import held_bytes
+from kvsieve.lab.bench.prompts import TokensPrompt
+from kvsieve.lab.bench.roofline import Rates, measure_rates
+from kvsieve.lab.bench.tables import notes, tables
+from kvsieve.lab.bench.work import Work
+from kvsieve.planning.quantities import parse_lengths
 from kvsieve.report.environment import environment, write_result
 
 GENERATE = "transformers generate"

@@ -29,14 +29,14 @@ from typing import Any
 
 import kvsieve
 from kvsieve.attention.choice import cpu_paths
-from kvsieve.bench.contenders import Contender, KvsieveMethod, Transformers
-from kvsieve.bench.prompts import TokensPrompt, text_ids
 from kvsieve.devices import cpu_kind
 from kvsieve.hf.decode.engines import ENGINES
 from kvsieve.hf.generate.peak_memory import measure_peak
+from kvsieve.lab.bench.contenders import Contender, KvsieveMethod, Transformers
+from kvsieve.lab.bench.prompts import TokensPrompt, text_ids
 from kvsieve.models import load_tokenizer
-from kvsieve.named import plan_without_floor
-from kvsieve.quantities import parse_bytes
+from kvsieve.planning.named import plan_without_floor
+from kvsieve.planning.quantities import parse_bytes
 from kvsieve.report.environment import environment, write_result
 
 HALF_GIB = 2**29

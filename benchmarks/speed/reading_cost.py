@@ -28,11 +28,11 @@ import torch
 from transformers import DynamicCache
 
 import kvsieve
-from kvsieve.bench.peer_process import Peer
-from kvsieve.bench.prompts import text_ids
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.forward.request import PassRequest
-from kvsieve.named import plan_without_floor
+from kvsieve.lab.bench.peer_process import Peer
+from kvsieve.lab.bench.prompts import text_ids
+from kvsieve.planning.named import plan_without_floor
 from kvsieve.report.environment import environment, write_result
 
 READERS = "full;rocketkv:budget=256;hsa:budget=256;quest:budget=256;sparq:budget=256"

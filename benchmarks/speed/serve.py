@@ -24,12 +24,12 @@ import torch
 import kvsieve
 from kvsieve.devices import auto_dtype
 from kvsieve.hf.attach import attached
-from kvsieve.plans import Plan
+from kvsieve.lab.tasks.haystack import load_haystack
+from kvsieve.planning.plans import Plan
 from kvsieve.report.environment import environment, write_result
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.scheduler import Scheduler
 from kvsieve.serve.ticket import Order, Summary, Ticket
-from kvsieve.tasks.haystack import load_haystack
 
 
 class Client:

@@ -37,14 +37,14 @@ from typing import Any
 
 import httpx
 
-from kvsieve.bench.load import LoadTest, load_test
-from kvsieve.bench.prompts import text_ids
-from kvsieve.client import ServerClient, check_tokenizer_of
+from kvsieve.lab.bench.load import LoadTest, load_test
+from kvsieve.lab.bench.prompts import text_ids
+from kvsieve.lab.client import ServerClient, check_tokenizer_of
 from kvsieve.models import cache_dir, load_demo, load_tokenizer
 from kvsieve.models.demo import CHECKPOINT_VERSION
 from kvsieve.models.fetch import GGUF_SHA256, MODEL_NAME, find_gguf
+from kvsieve.planning.turns import plain_ids
 from kvsieve.report.environment import environment, write_result
-from kvsieve.turns import plain_ids
 
 # Tokens of the request that does not count, once a server has answered prompts of every length.
 _WARM = 256

@@ -33,12 +33,12 @@ from typing import Any
 import torch
 
 import kvsieve
-from kvsieve.bench.prompts import text_ids
 from kvsieve.hf.reuse import StoredPrefixes
-from kvsieve.named import plan_without_floor
+from kvsieve.lab.bench.prompts import text_ids
+from kvsieve.planning.named import plan_without_floor
+from kvsieve.planning.turns import render, stop_ids, token_ids
 from kvsieve.report.environment import environment, write_result
 from kvsieve.store import PrefixStore
-from kvsieve.turns import render, stop_ids, token_ids
 from tiny_models import build
 
 RESULTS = Path(__file__).parents[1] / "results" / "store.json"

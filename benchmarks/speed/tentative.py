@@ -21,8 +21,8 @@ import torch
 from reading_cost import LAST, filled, spec
 
 import kvsieve
-from kvsieve.bench.prompts import text_ids
 from kvsieve.hf.forward.request import PassRequest
+from kvsieve.lab.bench.prompts import text_ids
 from kvsieve.report.environment import environment, write_result
 
 

@@ -96,8 +96,8 @@ def needle_prompts(llm: Any, lengths: list[int], each: int) -> list[tuple[list[i
     if llm.llm_engine.model_config.skip_tokenizer_init:
         drawn = random.Random(0)
         return [([drawn.randrange(3, 30000) for _ in range(length)], "") for length in lengths for _ in range(each)]
-    from kvsieve.tasks import chosen_tasks
-    from kvsieve.tasks.prompter import Prompter
+    from kvsieve.lab.tasks import chosen_tasks
+    from kvsieve.lab.tasks.prompter import Prompter
 
     prompter, task = Prompter(llm.get_tokenizer()), chosen_tasks(["ruler_niah_single_1"])[0]
     samples = [task.sample(index, length, 0, prompter.count) for length in lengths for index in range(each)]

@@ -32,7 +32,7 @@ from benchmarks.toys.task import Task
 from benchmarks.toys.train import RESULTS, STAGES
 from kvsieve.errors import KvsieveError
 from kvsieve.methods import TSP, GemFilter, PyramidInfer
-from kvsieve.named import plan_without_floor
+from kvsieve.planning.named import plan_without_floor
 from kvsieve.report.environment import environment, write_result
 
 ROLES = ("evict", "read", "propagate")

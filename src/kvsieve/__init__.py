@@ -12,21 +12,23 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
-from kvsieve.budget import Budget
 from kvsieve.errors import KvsieveError, KvsieveWarning
-from kvsieve.loading import PROVIDED
+from kvsieve.moved import OldNames
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.loading import PROVIDED
 from kvsieve.version import __version__
 
 if TYPE_CHECKING:
     from kvsieve import methods, models
-    from kvsieve.eval.evaluator import Evaluator
     from kvsieve.hf.attach import Sieve, attach
     from kvsieve.hf.cache.cache import SieveCache
-    from kvsieve.named import plan
-    from kvsieve.plans import Plan
-    from kvsieve.registry import list_methods, method_info, register_method
+    from kvsieve.lab.eval.evaluator import Evaluator
+    from kvsieve.planning.named import plan
+    from kvsieve.planning.plans import Plan
+    from kvsieve.planning.registry import list_methods, method_info, register_method
 
 __all__ = [
     "Budget",
@@ -47,16 +49,18 @@ __all__ = [
 ]
 
 _HOME = {
-    "Evaluator": "kvsieve.eval.evaluator",
-    "Plan": "kvsieve.plans",
+    "Evaluator": "kvsieve.lab.eval.evaluator",
+    "Plan": "kvsieve.planning.plans",
     "Sieve": "kvsieve.hf.attach",
     "SieveCache": "kvsieve.hf.cache.cache",
     "attach": "kvsieve.hf.attach",
-    "list_methods": "kvsieve.registry",
-    "method_info": "kvsieve.registry",
-    "plan": "kvsieve.named",
-    "register_method": "kvsieve.registry",
+    "list_methods": "kvsieve.planning.registry",
+    "method_info": "kvsieve.planning.registry",
+    "plan": "kvsieve.planning.named",
+    "register_method": "kvsieve.planning.registry",
 }
+
+sys.meta_path.append(OldNames())
 
 # Applications that show logs add a handler, or call logging.basicConfig.
 logging.getLogger(__name__).addHandler(logging.NullHandler())

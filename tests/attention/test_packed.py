@@ -12,7 +12,7 @@ from kvsieve.core.codes import CodeFormat
 from kvsieve.core.selection import pack_ragged
 from kvsieve.kernels.cpu import build
 from kvsieve.kernels.cpu import packed as native
-from kvsieve.roles import Codec
+from kvsieve.planning.roles import Codec
 from reference import reference_attention
 
 HEADS = 2

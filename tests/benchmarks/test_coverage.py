@@ -12,7 +12,7 @@ import pytest
 from benchmarks.answers import coverage
 from benchmarks.answers.retained import ratio_interval
 from benchmarks.paper import verdicts
-from kvsieve.eval import intervals
+from kvsieve.lab.eval import intervals
 
 ROOT = Path(__file__).parents[2]
 

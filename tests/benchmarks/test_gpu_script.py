@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from benchmarks.speed import gpu as script
-from kvsieve.bench.geometry import geometry
-from kvsieve.bench.prompts import TokensPrompt
-from kvsieve.bench.roofline import Rates
-from kvsieve.bench.work import Work
+from kvsieve.lab.bench.geometry import geometry
+from kvsieve.lab.bench.prompts import TokensPrompt
+from kvsieve.lab.bench.roofline import Rates
+from kvsieve.lab.bench.work import Work
 
 pytestmark = pytest.mark.slow
 

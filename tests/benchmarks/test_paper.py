@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.paper import asl, claims, common, fastkv, lagkv, remember, rocketkv, verdicts
-from kvsieve.tasks.samples import QuestionAnswer, Sample
+from kvsieve.lab.tasks.samples import QuestionAnswer, Sample
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,7 +57,7 @@ def few(monkeypatch):
     tasks = [name for study in claims.STUDIES for part in study.parts for name in part.tasks]
     monkeypatch.setattr(common, "all_tasks", lambda: {name: Words(name) for name in tasks})
     monkeypatch.setattr(common, "environment", lambda *_: {"kvsieve": "0", "commit": "c"})
-    monkeypatch.setattr("kvsieve.eval.store.environment", lambda *_: {"kvsieve": "0", "commit": "c"})
+    monkeypatch.setattr("kvsieve.lab.eval.store.environment", lambda *_: {"kvsieve": "0", "commit": "c"})
     monkeypatch.setattr(fastkv, "DEPTHS", (1 / 3, 1 / 2, 2 / 3))
     monkeypatch.setattr(fastkv, "RATES", ("10%", "20%"))
     monkeypatch.setattr(asl, "TAUS", (0.3, 0.6))
@@ -119,10 +119,10 @@ def test_a_forecast_counts_readings_and_runs_nothing(checkpoint, tmp_path, capsy
 
 
 def test_times_are_measured_for_every_setting(checkpoint, few, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvsieve.eval.costs.NEW_TOKENS", 2)
-    monkeypatch.setattr("kvsieve.eval.costs.WARM_UP", 16)
+    monkeypatch.setattr("kvsieve.lab.eval.costs.NEW_TOKENS", 2)
+    monkeypatch.setattr("kvsieve.lab.eval.costs.WARM_UP", 16)
     given = ["--model", checkpoint, "--lengths", "150", "--out", str(tmp_path), "--only", "times", "--samples", "1"]
-    monkeypatch.setattr("kvsieve.eval.costs.Needle", lambda text: Words("needle"))
+    monkeypatch.setattr("kvsieve.lab.eval.costs.Needle", lambda text: Words("needle"))
     common.main(rocketkv.STUDY, given)
     found = common.Found("rocketkv", tmp_path / "rocketkv" / "tiny")
     assert found.ratios("full", "ttft_s") == {150: [1.0]} and len(found.ratios("rocketkv 1/4", "kv_bytes")[150]) == 1
@@ -132,7 +132,7 @@ def test_readings_that_share_layers_give_what_they_give_alone(checkpoint):
     import torch
 
     import kvsieve
-    from kvsieve.hf.shared import read_alone
+    from kvsieve.shared.prompt import read_alone
 
     model, _ = kvsieve.models.load(checkpoint, torch.bfloat16)
     ids = torch.randint(3, 100, (1, 150))

@@ -15,9 +15,9 @@ from kvsieve.core.queries import second_moments
 from kvsieve.core.shaping import encode_shaped
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.prompt.options import ReadOptions
-from kvsieve.hf.shared import read_shared
 from kvsieve.kernels.cpu import codes as compiled
 from kvsieve.methods import Rotated
+from kvsieve.shared.prompt import read_shared
 from tiny import tiny_model, tiny_prompt
 
 DIM = 64

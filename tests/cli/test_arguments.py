@@ -58,7 +58,7 @@ def test_a_file_that_cannot_be_read_is_not_called_missing(name, how, model_dir, 
 
 
 def test_the_harness_that_is_missing_is_named():
-    code = "import sys; sys.modules['lm_eval'] = None\nfrom kvsieve.eval.lm_eval_command import main; main()"
+    code = "import sys; sys.modules['lm_eval'] = None\nfrom kvsieve.lab.eval.lm_eval_command import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and "pip install 'kvsieve[lm-eval]'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -11,7 +11,7 @@ import pytest
 import kvsieve
 from kvsieve.cli.ask import given_questions, runs_of
 from kvsieve.errors import InputError
-from kvsieve.eval.ask import DocumentAnswer, advice, differing_words, differs_at, summarise
+from kvsieve.lab.eval.ask import DocumentAnswer, advice, differing_words, differs_at, summarise
 from kvsieve.store import PrefixStore
 from tiny_models import build
 from toy_words import word_tokenizer

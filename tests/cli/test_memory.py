@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve.bench import footprint as footprints
-from kvsieve.bench.footprint import footprint
 from kvsieve.hf.model.memory import layer_bytes
+from kvsieve.lab.bench import footprint as footprints
+from kvsieve.lab.bench.footprint import footprint
 from kvsieve.models import ModelLoadError
-from kvsieve.plans import Plan
-from kvsieve.registry import list_methods, method_info
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.registry import list_methods, method_info
 from tiny import tiny_model
 from tiny_models import build
 from toy_chats import chat_tokenizer
@@ -191,7 +191,7 @@ def served(cli, monkeypatch, *arguments):
 
 def test_a_server_divides_the_limit_between_requests_and_prefix_cache(cli, long_dir, bare, monkeypatch):
     options, err = served(cli, monkeypatch, long_dir, "--memory", "20MiB")
-    kv, cached = options.limits.kv_bytes, kvsieve.quantities.parse_bytes(options.store_memory)
+    kv, cached = options.limits.kv_bytes, kvsieve.planning.quantities.parse_bytes(options.store_memory)
     assert 0 < cached < kv and kv + cached < 20 << 20 and options.limits.chunk == 128
     assert "KV, " in err and "prefix cache; --chunk 128" in err and "a context of" not in err
     options, err = served(cli, monkeypatch, long_dir, "--memory", "14600KiB")
@@ -199,7 +199,8 @@ def test_a_server_divides_the_limit_between_requests_and_prefix_cache(cli, long_
     options, err = served(cli, monkeypatch, long_dir, "--memory", "4MiB")
     context = int(re.search(r"a context of (\d+) tokens", err)[1])
     assert (
-        512 < context < 800 and options.limits.kv_bytes + kvsieve.quantities.parse_bytes(options.store_memory) < 3 << 20
+        512 < context < 800
+        and options.limits.kv_bytes + kvsieve.planning.quantities.parse_bytes(options.store_memory) < 3 << 20
     )
     assert (
         footprint(build("llama", num_hidden_layers=16).config, "bfloat16", "cpu").kv(Plan(), context, 0)

@@ -15,8 +15,8 @@ import torch
 
 import kvsieve
 from kvsieve.errors import KvsieveError
-from kvsieve.hf.shared import next_logits
 from kvsieve.methods import KIVI
+from kvsieve.shared.prompt import next_logits
 from small import plan_of, stored
 from tiny_models import available, build
 

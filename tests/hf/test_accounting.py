@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kvsieve
 from kvsieve.hf.forward import session
 from kvsieve.methods import HSA, Quest, SparQ
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 from tiny import greedy, tiny_prompt
 
 GREEDY = greedy()

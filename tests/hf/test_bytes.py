@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
 from kvsieve.methods import SnapKV
-from kvsieve.quantities import format_bytes
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.quantities import format_bytes
 from small import plan_of
 from tiny import tiny_prompt
 from tiny_models import build

@@ -15,7 +15,7 @@ import kvsieve
 from kvsieve.errors import CacheFileError, CacheStateError, InputError, UnsupportedOptionError
 from kvsieve.hf.chat.pieces import Pieces
 from kvsieve.hf.forward import passes as sessions
-from kvsieve.turns import Turns, render
+from kvsieve.planning.turns import Turns, render
 from tiny_models import build
 from toy_chats import MOVING, chat_tokenizer, template
 from toy_words import word_tokenizer

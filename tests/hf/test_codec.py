@@ -8,16 +8,16 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve.bench.estimate import estimate
-from kvsieve.bench.geometry import geometry
 from kvsieve.cache import PackedStore
 from kvsieve.cli.specs import compared_specs, make_runs, parse_codecs, parse_rests
 from kvsieve.errors import CacheFileError, PlanError, UnsupportedModelError
-from kvsieve.eval.cells import settings
 from kvsieve.hf.forward.session import Session
+from kvsieve.lab.bench.estimate import estimate
+from kvsieve.lab.bench.geometry import geometry
+from kvsieve.lab.eval.cells import settings
 from kvsieve.methods import HQQ, KIVI, Rotated, SnapKV
-from kvsieve.named import crossed
-from kvsieve.plans import Plan
+from kvsieve.planning.named import crossed
+from kvsieve.planning.plans import Plan
 from small import plan_of, recorder_stand_in, stored
 from tiny import greedy, tiny_model, tiny_prompt
 from tiny_models import build

@@ -14,7 +14,7 @@ from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.hf.model.facts import Facts
 from kvsieve.hf.model.support import check_model, why_unsupported
 from kvsieve.methods import CriticalKV, ExpectedAttention, SnapKV
-from kvsieve.roles import Evictor, Traits
+from kvsieve.planning.roles import Evictor, Traits
 from tiny_models import build
 
 EXPECTED = Plan(evict=ExpectedAttention(budget=0.5))

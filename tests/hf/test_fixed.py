@@ -13,9 +13,9 @@ from kvsieve.errors import CacheStateError, PlanError
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.decode import engine as fixed
 from kvsieve.hf.forward.request import PassRequest
-from kvsieve.hf.shared import next_logits
 from kvsieve.methods import HSA, DuoAttention, DynamicKV, KNorm, PyramidKV
-from kvsieve.roles import Reader
+from kvsieve.planning.roles import Reader
+from kvsieve.shared.prompt import next_logits
 from small import NothingWaits, recorder_stand_in
 from tiny import greedy, tiny_prompt
 from tiny_models import build

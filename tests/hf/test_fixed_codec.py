@@ -18,9 +18,9 @@ from faraway import Away, sent, watched
 from interpreted import interpreted
 from kvsieve.cache import PackedStore
 from kvsieve.hf.decode import engine as fixed
-from kvsieve.hf.shared import next_logits
 from kvsieve.methods import KIVI, Int8, Outlier, Rotated, SnapKV
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
+from kvsieve.shared.prompt import next_logits
 from small import NothingWaits, plan_of, recorder_stand_in
 from tiny import tiny_prompt
 from tiny_models import build

@@ -17,9 +17,9 @@ from kvsieve.hf.cache.batching import can_stack
 from kvsieve.hf.forward import sparse_prompt
 from kvsieve.hf.model import support
 from kvsieve.hf.model.support import why_unsupported
-from kvsieve.hf.shared import read_shared
 from kvsieve.methods import SnapKV
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
+from kvsieve.shared.prompt import read_shared
 from small import recorder_stand_in
 from tiny import greedy, padded_prompt, tiny_model
 
@@ -225,5 +225,5 @@ def test_heads_divided_among_processes_are_refused(model, monkeypatch):
 
 
 def test_a_profile_is_of_one_head_of_latents(model):
-    shape = kvsieve.profiles.Fingerprint.of(model)
+    shape = kvsieve.planning.profiles.Fingerprint.of(model)
     assert (shape.query_heads, shape.kv_heads, shape.head_dim) == (HEADS, 1, RANK + ROTATED)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve.budget import Budget
 from kvsieve.errors import InputError, PlanError
 from kvsieve.methods import H2O, TSP, AdaptiveTSP, KNorm, LagKV, SnapKV, StreamingLLM
-from kvsieve.roles import Evictor, Propagator
-from kvsieve.segments import role_spans
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.roles import Evictor, Propagator
+from kvsieve.planning.segments import role_spans
 from kvsieve.types import Quotas, Selection
 from layers import context, golden, kept
 from small import plan_of, stored

@@ -13,11 +13,11 @@ from kvsieve.core.kv_rows import ReadFacts
 from kvsieve.errors import PlanError
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.forward.request import PassRequest
-from kvsieve.hf.shared import next_logits
 from kvsieve.kernels.cpu import reading
 from kvsieve.kernels.cpu.build import Library
 from kvsieve.methods import HSA, PerTurn, Quest, RocketEviction, SnapKV
-from kvsieve.roles import Reader
+from kvsieve.planning.roles import Reader
+from kvsieve.shared.prompt import next_logits
 from tiny import greedy, tiny_model, tiny_prompt
 
 READERS = {

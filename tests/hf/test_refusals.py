@@ -10,7 +10,7 @@ from kvsieve.cli.answers import encode
 from kvsieve.cli.prompts import TextPrompt
 from kvsieve.errors import CacheStateError, InputError, KvsieveError
 from kvsieve.hf.compat import CACHE
-from kvsieve.segments import role_spans
+from kvsieve.planning.segments import role_spans
 from tiny import greedy, tiny_prompt
 from tiny_models import build
 from toy_chats import chat_tokenizer

@@ -9,11 +9,11 @@ import torch
 
 import kvsieve
 from kvsieve.errors import PlanError, UnsupportedOptionError
-from kvsieve.eval.evaluator import Evaluator
 from kvsieve.hf.compat import CACHE
+from kvsieve.lab.eval.evaluator import Evaluator
+from kvsieve.lab.tasks.samples import QuestionAnswer, Sample
 from kvsieve.methods import TSP, KVzip, Lookahead
-from kvsieve.roles import ProbingEvictor
-from kvsieve.tasks.samples import QuestionAnswer, Sample
+from kvsieve.planning.roles import ProbingEvictor
 from tiny import greedy, padded_prompt, tiny_model
 from tiny_models import build
 from toy_chats import chat_tokenizer

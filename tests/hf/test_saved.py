@@ -23,8 +23,8 @@ from kvsieve.errors import CacheFileError, CacheStateError, InputError
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.persist import cache_file, saved
 from kvsieve.methods import SnapKV
-from kvsieve.plans import Plan
-from kvsieve.profiles import Fingerprint, Profile
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.profiles import Fingerprint, Profile
 from tiny import greedy, tiny_model
 from tiny_models import build
 from toy_words import word_tokenizer

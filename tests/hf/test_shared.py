@@ -10,7 +10,7 @@ from kvsieve.errors import CacheStateError
 from kvsieve.hf.cache.batching import can_stack, stack
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.prompt.options import ReadOptions
-from kvsieve.hf.shared import after_prompt, answer_logits, next_logits, read_alone, read_shared
+from kvsieve.shared.prompt import after_prompt, answer_logits, next_logits, read_alone, read_shared
 from tiny import tiny_prompt
 from tiny_models import build
 

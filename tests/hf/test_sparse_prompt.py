@@ -7,14 +7,14 @@ import torch
 
 import kvsieve
 from attend import masked_attention
-from kvsieve.bench.estimate import estimate
-from kvsieve.bench.geometry import geometry
 from kvsieve.cli.specs import compared_specs, make_runs, parse_prefills
 from kvsieve.errors import PlanError, UnsupportedModelError
-from kvsieve.eval.cells import settings
+from kvsieve.lab.bench.estimate import estimate
+from kvsieve.lab.bench.geometry import geometry
+from kvsieve.lab.eval.cells import settings
 from kvsieve.methods import AShape, XAttention
-from kvsieve.named import crossed
-from kvsieve.plans import Plan
+from kvsieve.planning.named import crossed
+from kvsieve.planning.plans import Plan
 from tiny import greedy, padded_prompt
 from tiny_models import build
 

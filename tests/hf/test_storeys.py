@@ -15,7 +15,7 @@ from tiny_models import build
 
 # Lowest first; a module imports from lower storeys and from its own package.
 STOREYS = (
-    ("compat", "inputs", "shape"),
+    ("compat", "inputs", "shape", "kept_tokens"),
     ("kinds",),
     ("model", "cache"),
     ("forward",),
@@ -27,8 +27,6 @@ STOREYS = (
     ("chat",),
     ("sieve",),
     ("attach",),
-    ("prefix",),
-    ("shared",),
 )
 # What a cache once carried from a driver to the next pass.
 MESSAGES = "awaits_prompt more_chunks in_flight given_answer rehearsed own_plan reduces waiting reordered prompt_end"

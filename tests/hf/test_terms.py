@@ -17,7 +17,7 @@ from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.forward.attention import _check_sinks
 from kvsieve.hf.model.support import why_unsupported
 from kvsieve.methods import HSA, ExactTopK, Quest, SparQ
-from kvsieve.roles import Reader
+from kvsieve.planning.roles import Reader
 from small import recorder_stand_in
 from tiny import greedy, padded_prompt
 from tiny_models import available, build

@@ -15,7 +15,6 @@ from kvsieve.core.allocation import allocate, clusters, winners
 from kvsieve.errors import CacheStateError, PlanError
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.prompt.options import ReadOptions
-from kvsieve.hf.shared import read_shared
 from kvsieve.methods import (
     CAKE,
     AdaKV,
@@ -31,6 +30,7 @@ from kvsieve.methods import (
     StreamingLLM,
     ZigZagKV,
 )
+from kvsieve.shared.prompt import read_shared
 from layers import context
 from tiny import padded_prompt
 from tiny_models import build

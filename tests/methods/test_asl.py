@@ -11,7 +11,7 @@ from kvsieve.core.selection import top_mask
 from kvsieve.errors import PlanError
 from kvsieve.methods import TSP, AdaptiveTSP, GemFilter, SnapKV
 from kvsieve.methods.asl import _RowTrace
-from kvsieve.roles import Propagator
+from kvsieve.planning.roles import Propagator
 from layers import context, golden
 from tiny import tiny_model, tiny_prompt
 

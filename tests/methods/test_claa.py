@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve.budget import Budget
 from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.methods import TSP, CrossLayerTSP, SnapKV, StagedTSP
+from kvsieve.planning.budget import Budget
 from layers import context
 from tiny import tiny_model, tiny_prompt
 from tiny_models import build

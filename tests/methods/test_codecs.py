@@ -16,7 +16,7 @@ from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.hf.compat import CACHE
 from kvsieve.kernels.cpu import packed as native
 from kvsieve.methods import FP8, HQQ, K8V4, KIVI, Int8, Outlier, Rotated, SnapKV
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 from tiny import tiny_model, tiny_prompt
 
 ROWS, BLOCKS, BLOCK, DIM = 2, 3, 32, 64

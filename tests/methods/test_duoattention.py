@@ -8,7 +8,7 @@ import torch
 import kvsieve
 from kvsieve.errors import PlanError
 from kvsieve.methods import DuoAttention
-from kvsieve.profiles import Fingerprint, Profile
+from kvsieve.planning.profiles import Fingerprint, Profile
 from layers import context
 from tiny_models import build
 

@@ -11,12 +11,12 @@ from transformers.generation import BaseStreamer, LogitsProcessor, StoppingCrite
 
 import kvsieve
 from kvsieve.errors import InputError, KvsieveWarning, PlanError, UnsupportedOptionError
-from kvsieve.eval.costs import kept_map
-from kvsieve.eval.evaluator import Evaluator
 from kvsieve.hf.compat import CACHE
+from kvsieve.lab.eval.costs import kept_map
+from kvsieve.lab.eval.evaluator import Evaluator
+from kvsieve.lab.tasks.samples import QuestionAnswer, Sample
 from kvsieve.methods import HSA, TSP, GemFilter, SnapKV
-from kvsieve.roles import Propagator
-from kvsieve.tasks.samples import QuestionAnswer, Sample
+from kvsieve.planning.roles import Propagator
 from layers import context, golden
 from tiny import greedy, tiny_prompt
 from toy_words import WORDS, word_tokenizer

@@ -10,10 +10,10 @@ import torch
 
 import kvsieve
 from kvsieve.errors import PlanError
-from kvsieve.eval.evaluator import Evaluator
+from kvsieve.lab.eval.evaluator import Evaluator
+from kvsieve.lab.tasks.samples import QuestionAnswer, Sample
 from kvsieve.methods import PyramidInfer, pyramidinfer
-from kvsieve.roles import Propagator
-from kvsieve.tasks.samples import QuestionAnswer, Sample
+from kvsieve.planning.roles import Propagator
 from layers import context
 from tiny import greedy, tiny_model, tiny_prompt
 from toy_words import WORDS, word_tokenizer

@@ -11,7 +11,7 @@ import kvsieve
 from kvsieve import Plan
 from kvsieve.errors import PlanError
 from kvsieve.methods import QFilters
-from kvsieve.profiles import Fingerprint, Profile
+from kvsieve.planning.profiles import Fingerprint, Profile
 from layers import context, kept
 from tiny import tiny_prompt
 from tiny_models import build

@@ -14,9 +14,9 @@ import kvsieve
 from kvsieve import Plan
 from kvsieve.errors import CacheStateError, PlanError, UnsupportedModelError
 from kvsieve.hf.prompt.options import ReadOptions
-from kvsieve.hf.shared import read_shared
 from kvsieve.methods import H2O, TSP, ChunkKV, CriticalKV, ExpectedAttention, KeyDiff, KNorm, SageKV, SnapKV
 from kvsieve.methods.base import ScoredEvictor
+from kvsieve.shared.prompt import read_shared
 from kvsieve.types import When
 from layers import context, kept
 from tiny import tiny_prompt

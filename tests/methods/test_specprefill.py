@@ -15,7 +15,7 @@ from kvsieve.hf.compat import CACHE
 from kvsieve.hf.prompt import draft as drafting
 from kvsieve.hf.prompt.draft import carried_over, text_and_spans
 from kvsieve.methods import SnapKV, SpecPrefill
-from kvsieve.roles import Loaded
+from kvsieve.planning.roles import Loaded
 from layers import context
 from small import draft as tiny_draft
 from tiny import greedy, tiny_prompt

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from attend import AttentionTerms, asking, sparse_attention
-from kvsieve.calibrate.heads import RetrievalScores
 from kvsieve.core.kv_rows import KVRows
+from kvsieve.lab.calibrate.heads import RetrievalScores
 from kvsieve.methods import (
     CAKE,
     H2O,

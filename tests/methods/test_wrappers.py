@@ -12,7 +12,7 @@ from kvsieve import methods
 from kvsieve.errors import PlanError
 from kvsieve.methods import H2O, TSP, Finch, KNorm, KVzip, Lookahead, PerTurn, RocketEviction, SnapKV
 from kvsieve.methods.base import ScoredEvictor, Wrapper
-from kvsieve.roles import ChunkedEvictor, Evictor
+from kvsieve.planning.roles import ChunkedEvictor, Evictor
 from kvsieve.types import When
 from tiny_models import build
 

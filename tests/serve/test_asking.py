@@ -7,17 +7,17 @@ import json
 import pytest
 import torch
 
-from kvsieve.bench.load import LoadTest, load_test
 from kvsieve.cli.main import run_cli as exits
-from kvsieve.client import ServerClient, ServerError, check_tokenizer_of, parse_extra
 from kvsieve.errors import InputError
-from kvsieve.eval.evaluator import Evaluator
-from kvsieve.eval.grid import Grid
-from kvsieve.eval.served import score_server
-from kvsieve.named import plan
+from kvsieve.lab.bench.load import LoadTest, load_test
+from kvsieve.lab.client import ServerClient, ServerError, check_tokenizer_of, parse_extra
+from kvsieve.lab.eval.evaluator import Evaluator
+from kvsieve.lab.eval.grid import Grid
+from kvsieve.lab.eval.served import score_server
+from kvsieve.lab.tasks.samples import QuestionAnswer, Sample
+from kvsieve.planning.named import plan
 from kvsieve.serve.keys import Keys
 from kvsieve.serve.run import ServerOptions, application
-from kvsieve.tasks.samples import QuestionAnswer, Sample
 from served_apps import listening
 from tiny_models import build
 from toy_chats import chat_tokenizer

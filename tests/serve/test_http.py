@@ -13,11 +13,11 @@ import torch
 
 import kvsieve
 from kvsieve.errors import InputError
+from kvsieve.planning.turns import render, token_ids
 from kvsieve.serve.keys import Keys, read_keys
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.reply_schema import ChatReply, CompletionReply
 from kvsieve.serve.run import ServerOptions, application
-from kvsieve.turns import render, token_ids
 from served_apps import listening
 from tiny import tiny_model
 from tiny_models import build

@@ -10,6 +10,7 @@ import pytest
 import call_templates as templates
 from kvsieve.decoding.asked import AnswerPart
 from kvsieve.errors import InputError
+from kvsieve.planning.turns import render
 from kvsieve.serve.chat import HeldText
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.messages import template_tool
@@ -17,7 +18,6 @@ from kvsieve.serve.prepare import Preparer, _message
 from kvsieve.serve.run import ServerOptions, application
 from kvsieve.serve.schema import ChatRequest, CompletionRequest
 from kvsieve.serve.tools import CallForm, form_of, split_calls
-from kvsieve.turns import render
 from served_apps import listening
 from tiny_models import build
 from toy_chats import chat_tokenizer

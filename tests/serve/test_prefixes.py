@@ -7,7 +7,7 @@ import torch
 
 from kvsieve.hf.attach import attached, under
 from kvsieve.hf.prompt.constraints import PromptConstraints
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.prefixes import ServerPrefixes
 from kvsieve.serve.scheduler import Scheduler

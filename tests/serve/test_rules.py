@@ -12,7 +12,7 @@ from kvsieve.decoding.sampling import processors_for
 from kvsieve.errors import UnsupportedOptionError
 from kvsieve.hf.attach import attached
 from kvsieve.hf.generate.config import FROM_HUB, REFUSED
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 from kvsieve.serve.allowed import AllowedPlans
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.prepare import Preparer, check_generation_config

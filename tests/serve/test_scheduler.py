@@ -13,7 +13,7 @@ from kvsieve.decoding.asked import Sampling
 from kvsieve.errors import InputError, PlanError
 from kvsieve.hf.attach import attached
 from kvsieve.hf.runtime import AttachedModel
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.queue import FairQueue
 from kvsieve.serve.scheduler import Scheduler

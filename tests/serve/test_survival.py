@@ -13,7 +13,7 @@ import kvsieve
 from kvsieve.decoding import loop
 from kvsieve.decoding.asked import Sampling
 from kvsieve.hf.attach import attached
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.plan_sieves import PlanSieves, plan_key
 from kvsieve.serve.prefixes import Prefixes

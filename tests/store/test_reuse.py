@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve.registry import method_info
+from kvsieve.planning.registry import method_info
 from kvsieve.store import PrefixStore
 from kvsieve.store.rules import tells_answers_apart
 from small import plan_of

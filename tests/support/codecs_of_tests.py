@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.core.codes import CodeFormat
-from kvsieve.roles import Codec
+from kvsieve.planning.roles import Codec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,12 +34,12 @@ from transformers import logging
 
 import kvsieve
 from kvsieve import methods
-from kvsieve.budget import Budget
 from kvsieve.cli.specs import chosen_spec, compared_methods, make_runs
-from kvsieve.eval.cells import settings
-from kvsieve.named import plan_without_floor
-from kvsieve.profiles import load_profile
-from kvsieve.registry import list_methods, method_info
+from kvsieve.lab.eval.cells import settings
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.named import plan_without_floor
+from kvsieve.planning.profiles import load_profile
+from kvsieve.planning.registry import list_methods, method_info
 from tiny_models import build
 from toy_chats import chat_tokenizer
 

@@ -40,7 +40,7 @@ from kvsieve.hf import reuse
 from kvsieve.hf.attach import attached
 from kvsieve.hf.reuse import StoredPrefixes, unserved
 from kvsieve.hf.sieve import Sieve
-from kvsieve.registry import list_methods
+from kvsieve.planning.registry import list_methods
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.prefixes import ServerPrefixes
 from kvsieve.serve.scheduler import Scheduler

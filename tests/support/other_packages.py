@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import kvsieve
-from kvsieve import loading, registry
+from kvsieve.planning import loading, registry
 
 # Has the methods own-evictor and own-reader.
 OWN = Path(__file__).parent / "other_package"

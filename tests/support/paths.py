@@ -21,8 +21,8 @@ import torch
 import transformers
 
 import kvsieve
-from kvsieve.specs import split_specs
-from kvsieve.turns import render, stop_ids, token_ids
+from kvsieve.planning.specs import split_specs
+from kvsieve.planning.turns import render, stop_ids, token_ids
 from served_apps import listening
 from toy_chats import chat_tokenizer
 
@@ -117,7 +117,7 @@ def _harness(ask: Ask, *others: Ask) -> str:
     """lm-evaluation-harness's requests of answers, in one batch."""
     from lm_eval.api.instance import Instance
 
-    from kvsieve.eval.lm_eval_model import KvsieveLM
+    from kvsieve.lab.eval.lm_eval_model import KvsieveLM
 
     ((name, given),) = split_specs(ask.method)
     arguments = {"chunk": ask.chunk, **given}
@@ -155,8 +155,8 @@ def _stored_chat(ask: Ask) -> str:
 
 def _evaluated(ask: Ask, *others: Ask) -> str:
     """`kvsieve eval`, the question visible; plans of others are asked the same."""
-    from kvsieve.eval.evaluator import Evaluator
-    from kvsieve.tasks.samples import QuestionAnswer, Sample
+    from kvsieve.lab.eval.evaluator import Evaluator
+    from kvsieve.lab.tasks.samples import QuestionAnswer, Sample
 
     words = ask.text.split(" ")
     turn = QuestionAnswer(" ".join(words[-3:]), ("w1",), lambda answer, right: {"score": 0.0}, ask.tokens)

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvsieve
 from kvsieve.hf.decode import engine as engines
-from kvsieve.named import plan_without_floor
-from kvsieve.profiles import Fingerprint, Profile
+from kvsieve.planning.named import plan_without_floor
+from kvsieve.planning.profiles import Fingerprint, Profile
 from layers import golden
 from tiny_models import build
 

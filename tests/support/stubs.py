@@ -10,7 +10,7 @@ import typing
 from collections.abc import Iterator
 
 import kvsieve
-from kvsieve.registry import MethodInfo, list_methods, method_info
+from kvsieve.planning.registry import MethodInfo, list_methods, method_info
 
 HEAD = '''"""Types of kvsieve's public names, made by `python tests/support/stubs.py`; do not edit."""
 
@@ -18,19 +18,19 @@ from typing import Any, Literal, overload
 
 from kvsieve import methods as methods
 from kvsieve import models as models
-from kvsieve.budget import Budget as Budget
+from kvsieve.planning.budget import Budget as Budget
 from kvsieve.errors import KvsieveError as KvsieveError
 from kvsieve.errors import KvsieveWarning as KvsieveWarning
-from kvsieve.eval.evaluator import Evaluator as Evaluator
+from kvsieve.lab.eval.evaluator import Evaluator as Evaluator
 from kvsieve.hf.attach import Sieve as Sieve
 from kvsieve.hf.attach import attach as attach
 from kvsieve.hf.cache.cache import SieveCache as SieveCache
-from kvsieve.plans import Plan as Plan
-from kvsieve.profiles import Profile
-from kvsieve.registry import list_methods as list_methods
-from kvsieve.registry import method_info as method_info
-from kvsieve.registry import register_method as register_method
-from kvsieve.roles import Codec, SparsePrefill
+from kvsieve.planning.plans import Plan as Plan
+from kvsieve.planning.profiles import Profile
+from kvsieve.planning.registry import list_methods as list_methods
+from kvsieve.planning.registry import method_info as method_info
+from kvsieve.planning.registry import register_method as register_method
+from kvsieve.planning.roles import Codec, SparsePrefill
 
 __version__: str
 __all__: list[str]

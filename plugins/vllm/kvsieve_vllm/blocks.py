@@ -10,7 +10,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvsieve.errors import CacheStateError
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 from kvsieve_vllm.metrics import COUNTS, install
 from kvsieve_vllm.retention import BlockRetention
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import kvsieve
 from kvsieve.errors import PlanError
-from kvsieve.plans import Plan
-from kvsieve.roles import Evictor, PagedReader, Reader
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.roles import Evictor, PagedReader, Reader
 
 CHUNKED = "vLLM cuts prompts into chunks as its schedule has it, and what is chosen would depend on the other requests"
 # Roles that nothing carries, and why.

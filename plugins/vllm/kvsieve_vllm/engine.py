@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvsieve.errors import UnsupportedOptionError
-from kvsieve.profiles import Fingerprint
+from kvsieve.planning.profiles import Fingerprint
 from kvsieve_vllm.carried import check_carried
 from kvsieve_vllm.names import ANY_VERSION
 from kvsieve_vllm.options import EngineOptions

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvsieve import plan as plan_named
 from kvsieve.errors import PlanError, short
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 from kvsieve_vllm.names import KEY, asked_for
 
 _FIELDS = ("plan", "settled", "self_test")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.errors import CacheStateError
-from kvsieve.roles import Evictor
+from kvsieve.planning.roles import Evictor
 from kvsieve.types import LayerContext, Step
 
 

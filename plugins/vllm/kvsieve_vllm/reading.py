@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvsieve.errors import PlanError
-from kvsieve.roles.paged import PagedReader, ReadFacts
+from kvsieve.planning.roles.paged import PagedReader, ReadFacts
 from kvsieve_vllm.options import EngineOptions
 
 # Tokens of a request longer than any.

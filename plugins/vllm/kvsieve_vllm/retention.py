@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvsieve.errors import PlanError
-from kvsieve.roles import Evictor
+from kvsieve.planning.roles import Evictor
 
 # Tokens of a prompt longer than any: what a share of it is fits every block.
 _LONGEST = 1 << 30

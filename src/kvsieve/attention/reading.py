@@ -16,7 +16,7 @@ from kvsieve.core.kv_rows import Choice, DeviceLength, KVRows
 from kvsieve.types import AttentionQueries
 
 if TYPE_CHECKING:
-    from kvsieve.roles import Reader
+    from kvsieve.planning.roles import Reader
 
 
 @dataclass

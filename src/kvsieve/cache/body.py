@@ -14,7 +14,7 @@ from kvsieve.cache.tensors import grown
 from kvsieve.core.codes import Codes
 
 if TYPE_CHECKING:
-    from kvsieve.roles import Codec
+    from kvsieve.planning.roles import Codec
 
 
 class Body:

@@ -14,7 +14,7 @@ from kvsieve.types import Selection
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvsieve.roles import Codec
+    from kvsieve.planning.roles import Codec
 
 
 def keep(store: LayerMemory, selection: Selection, reserve: int = 0, *, reuse: bool = True) -> LayerMemory:

@@ -22,7 +22,7 @@ from kvsieve.errors import UnsupportedOptionError
 from kvsieve.types import Selection
 
 if TYPE_CHECKING:
-    from kvsieve.roles import Codec
+    from kvsieve.planning.roles import Codec
 
 
 class PackedStore(PackedParts):

@@ -14,7 +14,7 @@ from kvsieve.cache.store import DenseStore
 from kvsieve.core.selection import entries_at
 
 if TYPE_CHECKING:
-    from kvsieve.roles import Codec
+    from kvsieve.planning.roles import Codec
 
 # More than any KV row has entries.
 SPAN = 1 << 32

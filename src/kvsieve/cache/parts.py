@@ -16,7 +16,7 @@ from kvsieve.cache.store import DenseStore
 from kvsieve.cache.tensors import grown
 
 if TYPE_CHECKING:
-    from kvsieve.roles import Codec
+    from kvsieve.planning.roles import Codec
 
 
 def from_parts(parts: dict[str, Any], codec: Codec | None = None, rest: Codec | None = None) -> LayerMemory:

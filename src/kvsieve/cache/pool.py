@@ -14,7 +14,7 @@ from kvsieve.core.rotation import rotation
 from kvsieve.core.shaping import encode_shaped
 
 if TYPE_CHECKING:
-    from kvsieve.roles import Codec
+    from kvsieve.planning.roles import Codec
 
 # Of what channels are divided by, the least part of the most.
 _LEAST_ROOT = 0.01

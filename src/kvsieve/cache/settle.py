@@ -11,7 +11,7 @@ from kvsieve.cache.contract import MIN_ROOM, LayerMemory
 
 if TYPE_CHECKING:
     from kvsieve.cache.packed_parts import PackedParts
-    from kvsieve.roles import Codec
+    from kvsieve.planning.roles import Codec
 
 
 def settle(store: PackedParts, codec: Codec, *, ends_prompt: bool) -> None:

@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvsieve.advise.choose import PlanLimits
-from kvsieve.advise.material import built_in, from_file
-from kvsieve.advise.options import BUDGETS, AdviceOptions
 from kvsieve.cli.evaluate import budgets_of
 from kvsieve.cli.loading import (
     DeviceOption,
@@ -56,14 +53,17 @@ from kvsieve.cli.specs import (
     parse_rests,
     spec,
 )
-from kvsieve.eval.cells import settings
-from kvsieve.named import crossed
-from kvsieve.quantities import format_seconds, parse_length, parse_seconds
+from kvsieve.lab.advise.choose import PlanLimits
+from kvsieve.lab.advise.material import built_in, from_file
+from kvsieve.lab.advise.options import BUDGETS, AdviceOptions
+from kvsieve.lab.eval.cells import settings
+from kvsieve.planning.named import crossed
+from kvsieve.planning.quantities import format_seconds, parse_length, parse_seconds
 from kvsieve.report.plot_style import require_matplotlib
 
 if TYPE_CHECKING:
-    from kvsieve.advise import Advice, AdviceOptions
-    from kvsieve.advise.choose import Candidate
+    from kvsieve.lab.advise import Advice, AdviceOptions
+    from kvsieve.lab.advise.choose import Candidate
 
 _METHODS = "snapkv,adakv,fastkv,asl,lagkv,rocketkv,rocketkv-mt,streamingllm"
 
@@ -135,7 +135,7 @@ def advise_command(
     check_device(device)
     _check_model(model, dtype, device, options)
 
-    from kvsieve.advise import advise
+    from kvsieve.lab.advise import advise
     from kvsieve.models.fetch import MODEL_NAME
 
     loaded, tokenizer = load_model(model, dtype, device)
@@ -150,7 +150,7 @@ def advise_command(
             announce=partial(_announce, options.context),
         )
     if plot is not None:
-        from kvsieve.advise.plot import frontier_png
+        from kvsieve.lab.advise.plot import frontier_png
 
         plot.write_bytes(frontier_png(found))
     if as_json:
@@ -169,12 +169,12 @@ def _check_model(name: str | None, dtype: str, device: str | None, options: Advi
         return  # the demo model loads fast
     import torch
 
-    from kvsieve.advise.settings import candidates
     from kvsieve.cli.estimate import model_config
     from kvsieve.devices import auto_dtype
-    from kvsieve.eval.evaluator import Evaluator
     from kvsieve.hf.model.context import context_of
     from kvsieve.hf.model.shapes import meta_model
+    from kvsieve.lab.advise.settings import candidates
+    from kvsieve.lab.eval.evaluator import Evaluator
     from kvsieve.models import load_tokenizer
 
     config = model_config(name)
@@ -185,7 +185,7 @@ def _check_model(name: str | None, dtype: str, device: str | None, options: Advi
 
 
 def print_advice(advice: Advice, model: str | None, wide: bool = False) -> None:
-    from kvsieve.advise.choose import on_frontier
+    from kvsieve.lab.advise.choose import on_frontier
 
     rows = [_row(each, on_frontier(each, advice.candidates)) for each in advice.candidates]
     headers = ["", "plan", "KV", "loss", "score", "TPOT", "TTFT", "top-1", "UUIDs lost", "passkeys lost"]
@@ -211,7 +211,7 @@ def print_advice(advice: Advice, model: str | None, wide: bool = False) -> None:
 
 
 def _show_choice(advice: Advice, model: str | None) -> None:
-    from kvsieve.advise.choose import plan_line, size
+    from kvsieve.lab.advise.choose import plan_line, size
 
     limits, chosen = " and ".join(advice.limits.describe()), advice.choice
     if chosen is None:
@@ -246,7 +246,7 @@ def _show_choice(advice: Advice, model: str | None) -> None:
 
 
 def _row(one: Candidate, best: bool) -> list[str]:
-    from kvsieve.advise.choose import size
+    from kvsieve.lab.advise.choose import size
 
     lost = [one.lost.get(task) for task in ("ruler_niah_single_3", "passkey64")]
     return [

@@ -17,9 +17,9 @@ from kvsieve.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvsieve.eval.reading import DocumentReader
     from kvsieve.hf.generate.result import GenerateResult
     from kvsieve.hf.reuse import PromptStore
+    from kvsieve.lab.eval.reading import DocumentReader
 
 _WARM_UP_TOKENS = 16
 # Tokens of an answer that a shared prefill reserves room for, as a separate one does.
@@ -49,8 +49,8 @@ def encode(
     """
     import torch
 
-    from kvsieve.segments import role_spans
-    from kvsieve.turns import prompt_ids
+    from kvsieve.planning.segments import role_spans
+    from kvsieve.planning.turns import prompt_ids
 
     protect = [*spans]
     if roles:
@@ -104,7 +104,7 @@ def run_methods(
 
     If full KV is among them, each has "differs_at", the number of its first token that differs from full KV's, or None.
     """
-    from kvsieve.eval.ask import differs_at
+    from kvsieve.lab.eval.ask import differs_at
 
     results = list(run_batches(model, tokenizer, [asked], runs, 1, how, warm=True))
     full = next((each["tokens"] for each in results if each["label"] == "full"), None) if len(runs) > 1 else None
@@ -137,11 +137,11 @@ def run_batches(
     """
     import torch
 
-    import kvsieve
-    from kvsieve.eval.reading import DocumentReader
+    from kvsieve.hf.attach import attach
     from kvsieve.hf.generate.config import check_single_answer
     from kvsieve.hf.model.support import check_model
     from kvsieve.hf.model.tables import RotaryTables
+    from kvsieve.lab.eval.reading import DocumentReader
 
     alone = how.store is None and not how.kept
     check_single_answer(model, how.sampling, beams=alone)
@@ -165,7 +165,7 @@ def run_batches(
             for run in runs:
                 if how.seed is not None:
                     torch.manual_seed(how.seed)
-                with kvsieve.attach(model, run.plan, decode=how.decode) as sieve:
+                with attach(model, run.plan, decode=how.decode) as sieve:
                     sieve.use_tokenizer(tokenizer)
                     for first in range(0, len(prompts), batch):
                         rows = prompts[first : first + batch]
@@ -195,7 +195,7 @@ def _facts(
     shared: DocumentReader | None,
 ) -> dict[str, Any]:
     """Return an answer with what it cost; see `run_batches`."""
-    from kvsieve.eval.reading import ALONE
+    from kvsieve.lab.eval.reading import ALONE
 
     more: dict[str, Any] = {"kept": result.kept} if how.kept else {}
     if shared is not None and shared.prefix is not None:
@@ -206,9 +206,10 @@ def _facts(
 
 def _warm_up(model: Any, prompt: Tensor) -> None:
     """Keep one-time costs of the process out of the first method's time."""
-    import kvsieve
+    from kvsieve.hf.attach import attach
+    from kvsieve.planning.plans import Plan
 
-    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+    with attach(model, Plan()) as sieve:
         ids = prompt[:, :_WARM_UP_TOKENS].to(model.device)
         sieve.generate(ids, ids.new_ones(ids.shape), max_new_tokens=2, do_sample=False)
 
@@ -220,9 +221,9 @@ def _answer(
 
     shared: the shared prefill of a single prompt, or None.
     """
-    from kvsieve.eval.reading import ALONE
     from kvsieve.hf.reuse import ReadPrefix, answer
-    from kvsieve.turns import stop_ids
+    from kvsieve.lab.eval.reading import ALONE
+    from kvsieve.planning.turns import stop_ids
 
     longest = max(each.ids.shape[1] for each in rows)
     filler = sieve.tokenizer.pad_token_id or 0

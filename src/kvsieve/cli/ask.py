@@ -37,11 +37,11 @@ from kvsieve.cli.prompts import read_text
 from kvsieve.cli.run_tables import as_full
 from kvsieve.cli.specs import BudgetOption, MethodRun, compared_methods, make_run
 from kvsieve.cli.store import StoreOption, check_store, check_stored_plans, opened_store
-from kvsieve.display import mebibytes
 from kvsieve.errors import InputError, KvsieveError
+from kvsieve.report.display import mebibytes
 
 if TYPE_CHECKING:
-    from kvsieve.eval.ask import Asker, DocumentAnswer
+    from kvsieve.lab.eval.ask import Asker, DocumentAnswer
 
 _METHODS = "full,snapkv,fastkv,rocketkv-mt"
 
@@ -93,7 +93,7 @@ def ask_command(
     check_device(device)
     loaded, tokenizer = load_model(model, dtype, device)
 
-    from kvsieve.eval.ask import Asker
+    from kvsieve.lab.eval.ask import Asker
     from kvsieve.models.fetch import MODEL_NAME
 
     how: dict[str, Any] = {"system": system, "chunk": chunk, "max_new_tokens": max_new_tokens}
@@ -176,7 +176,7 @@ def ask_all(asker: Asker, questions: Sequence[str], quiet: bool) -> list[Documen
 
 
 def results(questions: Sequence[str], answers: Sequence[DocumentAnswer]) -> dict[str, Any]:
-    from kvsieve.eval.ask import advice, differing_words, differs_at, summarise
+    from kvsieve.lab.eval.ask import advice, differing_words, differs_at, summarise
 
     reference = {each.question: each for each in reversed(answers)}
     rows = []

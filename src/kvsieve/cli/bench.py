@@ -49,13 +49,13 @@ from kvsieve.cli.specs import (
     spec,
 )
 from kvsieve.errors import InputError, UnsupportedModelError
-from kvsieve.quantities import parse_lengths
-from kvsieve.specs import split_specs
+from kvsieve.planning.quantities import parse_lengths
+from kvsieve.planning.specs import split_specs
 
 if TYPE_CHECKING:
-    from kvsieve.bench.compare import Limits
-    from kvsieve.bench.contenders import Contender, PeerMethod
-    from kvsieve.bench.peer_process import Peer
+    from kvsieve.lab.bench.compare import Limits
+    from kvsieve.lab.bench.contenders import Contender, PeerMethod
+    from kvsieve.lab.bench.peer_process import Peer
 
 PEER_BUDGET = "10%"
 LENGTHS = "2048,4096,7500"
@@ -134,7 +134,7 @@ def bench_command(
     named = [make_run("full"), *make_runs(specs, *parts)]
     check_device(device)
     loaded, tokenizer = load_model(model, dtype, device)
-    from kvsieve.bench.prompts import lengths_of
+    from kvsieve.lab.bench.prompts import lengths_of
 
     sizes = lengths_of(loaded, sizes, new_tokens, whole=CONTEXT in asked, fitting=lengths is None)
     runs = {run.full_label: run for run in (measured(each).for_model(loaded, tokenizer) for each in named)}
@@ -145,7 +145,7 @@ def bench_command(
         "chunk": chunk,
         "decode": decode,
     }
-    from kvsieve.bench.peer_process import Peer
+    from kvsieve.lab.bench.peer_process import Peer
 
     if python is None:
         report = run_bench(model, loaded, tokenizer, runs, [], sizes, settings, out)
@@ -158,8 +158,8 @@ def bench_command(
 
 def parse_peer_methods(text: str) -> list[tuple[str, Any, dict[str, Any]]]:
     """Return kvpress methods as (name, Budget, further arguments of the press). Raises InputError or PlanError."""
-    from kvsieve.bench.peer import PRESSES
-    from kvsieve.budget import Budget
+    from kvsieve.lab.bench.peer import PRESSES
+    from kvsieve.planning.budget import Budget
 
     found = []
     for name, options in split_specs(text):
@@ -188,10 +188,10 @@ def run_bench(
     out: Path | None,
 ) -> dict[str, Any]:
     """Return the JSON-ready report; it is written to `out` after every round."""
-    from kvsieve.bench import compare, prompts
-    from kvsieve.bench.contenders import BASELINE, KvsieveMethod, Transformers
-    from kvsieve.bench.roofline import measure_rates
     from kvsieve.hf.model.support import check_model
+    from kvsieve.lab.bench import compare, prompts
+    from kvsieve.lab.bench.contenders import BASELINE, KvsieveMethod, Transformers
+    from kvsieve.lab.bench.roofline import measure_rates
     from kvsieve.models.fetch import MODEL_NAME
     from kvsieve.report.environment import environment
 
@@ -249,7 +249,7 @@ def _keep(report: dict[str, Any], out: Path | None) -> None:
 
 
 def _peers(peer: Peer, presses: list[tuple[str, Any, dict[str, Any]]]) -> list[PeerMethod]:
-    from kvsieve.bench.contenders import PeerMethod, peer_name
+    from kvsieve.lab.bench.contenders import PeerMethod, peer_name
 
     found = [PeerMethod(peer, "full", None, {}, peer_name("full"))]
     for method, budget, options in presses:
@@ -267,9 +267,9 @@ def _cpu(model: Any) -> dict[str, str] | None:
 
 def _limits(model: Any) -> tuple[Limits | None, str | None]:
     """Return inputs of the limits, or why they are unknown."""
-    from kvsieve.bench.compare import Limits, element_bytes
-    from kvsieve.bench.geometry import geometry
-    from kvsieve.bench.roofline import measure_rates
+    from kvsieve.lab.bench.compare import Limits, element_bytes
+    from kvsieve.lab.bench.geometry import geometry
+    from kvsieve.lab.bench.roofline import measure_rates
 
     try:
         found = geometry(model.config)

@@ -24,10 +24,10 @@ def read_report(path: Path) -> dict[str, Any]:
 
 def print_report(report: dict[str, Any], plots: Path | None, markdown: bool, as_json: bool, wide: bool = False) -> None:
     """Print a report as tables, Markdown or JSON, and draw it into the directory `plots`; wide: all columns."""
-    from kvsieve.bench.tables import closing, notes, tables
+    from kvsieve.lab.bench.tables import closing, notes, tables
 
     if plots is not None:
-        from kvsieve.bench.plots import draw
+        from kvsieve.lab.bench.plots import draw
 
         for file in draw(report, plots):
             say(f"drew {file}")

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvsieve.calibrate.options import Options
 from kvsieve.cli.evaluate import names_of
 from kvsieve.cli.loading import (
     DeviceOption,
@@ -25,10 +24,11 @@ from kvsieve.cli.loading import (
 from kvsieve.cli.options import MEASUREMENT, OUTPUT, TASKS, GeneratedSeedOption, ModelArgument, option
 from kvsieve.cli.output import JsonOption, check_writable, emit_json, print_table, progress_bar, say, show
 from kvsieve.errors import InputError
-from kvsieve.quantities import format_seconds, parse_lengths
+from kvsieve.lab.calibrate.options import Options
+from kvsieve.planning.quantities import format_seconds, parse_lengths
 
 if TYPE_CHECKING:
-    from kvsieve.profiles import Profile
+    from kvsieve.planning.profiles import Profile
 
 _PARTS = "pooling,answers,tsp,asl,heads,q_filters"
 
@@ -89,9 +89,9 @@ def calibrate_command(
     if plot is not None:
         _check_picture(options.parts)
 
-    from kvsieve.calibrate import Material, calibrate
+    from kvsieve.lab.calibrate import Material, calibrate
     from kvsieve.models.fetch import MODEL_NAME
-    from kvsieve.profiles import keep_profile
+    from kvsieve.planning.profiles import keep_profile
 
     count = (2 if quick else 4) if prompts is None else prompts
     if out is None:
@@ -116,7 +116,7 @@ def calibrate_command(
         file = out
         profile.save(file)
     if plot is not None and "tsp" in profile.measured:
-        from kvsieve.calibrate.plot import distances_png
+        from kvsieve.lab.calibrate.plot import distances_png
 
         plot.write_bytes(distances_png(profile))
     if as_json:
@@ -226,7 +226,7 @@ def _check_picture(parts: Sequence[str]) -> None:
 
 def _make_profiles_dir() -> None:
     """Raise InputError for a directory that cannot be written to, before minutes of work."""
-    from kvsieve.profiles import profiles_dir
+    from kvsieve.planning.profiles import profiles_dir
 
     folder = profiles_dir()
     try:

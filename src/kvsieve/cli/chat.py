@@ -53,7 +53,7 @@ from kvsieve.cli.store import StoreOption, check_store, check_stored_plans, open
 from kvsieve.cli.talk import Talk, is_interactive
 from kvsieve.errors import InputError
 from kvsieve.hf.persist.cache_file import is_ours
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 
 # Tokens reserved for a message, besides the longest answer.
 _QUESTION = 64
@@ -133,7 +133,7 @@ def chat_command(
 
     import torch
 
-    import kvsieve
+    from kvsieve.hf.attach import attach
     from kvsieve.models.fetch import MODEL_NAME
 
     if seed is not None:
@@ -141,7 +141,7 @@ def chat_command(
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "chunk": chunk, "max_context": longest, **sampling}
     options |= {"protect": [*roles, *spans]} if protect else {}
     options["retry"] = commands or is_interactive(as_json)
-    attached = kvsieve.attach(loaded, plan, decode=decode, tokenizer=tokenizer)
+    attached = attach(loaded, plan, decode=decode, tokenizer=tokenizer)
     with opened_store(store) as prompts, attached as sieve:
         chat = sieve.chat(tokenizer, system, load=load, store=prompts, **options)
         talk = Talk(chat, context, save, force, commands, as_json, wide)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvsieve.tasks.haystack import load_haystack
+from kvsieve.lab.tasks.haystack import load_haystack
 
 CODE = "7294163"
 FACT = "The special magic number of the lighthouse is {code}."

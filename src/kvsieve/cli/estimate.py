@@ -22,13 +22,13 @@ from kvsieve.cli.specs import (
     parse_rests,
     spec,
 )
-from kvsieve.display import bytes_text
 from kvsieve.errors import InputError
-from kvsieve.quantities import parse_lengths
-from kvsieve.settled import label_parameters
+from kvsieve.planning.quantities import parse_lengths
+from kvsieve.planning.settled import label_parameters
+from kvsieve.report.display import bytes_text
 
 if TYPE_CHECKING:
-    from kvsieve.plans import Plan
+    from kvsieve.planning.plans import Plan
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 MACHINE = "Machine"
@@ -115,11 +115,11 @@ def make_report(
     rates: tuple[float | None, float | None, float | None] = (None, None, None),
 ) -> dict[str, Any]:
     """Return a report with units in the key names. rates: TFLOP/s of linear layers and attention, GB/s of memory."""
-    from kvsieve.bench import estimate as costs
     from kvsieve.hf.shape import describe_kinds
+    from kvsieve.lab.bench import estimate as costs
     from kvsieve.models.fetch import MODEL_NAME
-    from kvsieve.plans import Plan
-    from kvsieve.profiles import Fingerprint
+    from kvsieve.planning.plans import Plan
+    from kvsieve.planning.profiles import Fingerprint
 
     config, shape = _geometry(name, runs)
     size = ELEMENT_BYTES[dtype]
@@ -154,12 +154,12 @@ def make_report(
 
 def _geometry(name: str | None, runs: list[MethodRun]) -> tuple[Any, Any]:
     """Return a model's config and geometry, without importing torch if neither the model nor a plan needs it."""
-    from kvsieve.bench.plain_geometry import plain_config, plain_geometry
+    from kvsieve.lab.bench.plain_geometry import plain_config, plain_geometry
 
     config = None if any(_needs_model(run.plan) for run in runs) else plain_config(name)
     if config is not None:
         return config, plain_geometry(config)
-    from kvsieve.bench.geometry import geometry
+    from kvsieve.lab.bench.geometry import geometry
 
     config = model_config(name)
     return config, geometry(config)

@@ -45,15 +45,15 @@ from kvsieve.cli.specs import (
     parse_rests,
 )
 from kvsieve.errors import InputError
-from kvsieve.eval.cells import on_model, settings
-from kvsieve.eval.grid import Grid
-from kvsieve.named import crossed
-from kvsieve.quantities import parse_lengths
+from kvsieve.lab.eval.cells import on_model, settings
+from kvsieve.lab.eval.grid import Grid
+from kvsieve.planning.named import crossed
+from kvsieve.planning.quantities import parse_lengths
 
 if TYPE_CHECKING:
-    from kvsieve.eval.evaluator import Evaluator
-    from kvsieve.tasks.document_task import DocumentTask
-    from kvsieve.tasks.samples import Task
+    from kvsieve.lab.eval.evaluator import Evaluator
+    from kvsieve.lab.tasks.document_task import DocumentTask
+    from kvsieve.lab.tasks.samples import Task
 
 # Options of the questions, not of how a model runs.
 _OF_SAMPLES = (
@@ -171,14 +171,14 @@ def eval_command(
     check_device(device)
 
     from kvsieve.devices import auto_dtype
-    from kvsieve.eval.cells import warn_unlike
-    from kvsieve.eval.evaluator import Evaluator
-    from kvsieve.eval.runner import run_grid
-    from kvsieve.eval.store import writing
     from kvsieve.hf.model.context import context_of
     from kvsieve.hf.model.support import check_model
+    from kvsieve.lab.eval.cells import warn_unlike
+    from kvsieve.lab.eval.evaluator import Evaluator
+    from kvsieve.lab.eval.runner import run_grid
+    from kvsieve.lab.eval.store import writing
+    from kvsieve.lab.tasks.public import data_digests
     from kvsieve.models.fetch import MODEL_NAME
-    from kvsieve.tasks.public import data_digests
 
     run = {
         "model": model or MODEL_NAME,
@@ -206,8 +206,8 @@ def eval_command(
 
 
 def _print_results(out: Path, as_json: bool) -> None:
-    from kvsieve.eval.results import load
-    from kvsieve.eval.rows import packed_name
+    from kvsieve.lab.eval.results import load
+    from kvsieve.lab.eval.rows import packed_name
 
     results = load(out)
     if as_json:
@@ -232,7 +232,7 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 def _own_task(context: typer.Context, task: Path | None, score: str | None) -> list[DocumentTask]:
-    from kvsieve.tasks.rows import rows_task
+    from kvsieve.lab.tasks.rows import rows_task
 
     if task is None and score is not None:
         raise InputError("--score is of the rows of --task; give --task FILE.jsonl too")
@@ -243,7 +243,7 @@ def _own_task(context: typer.Context, task: Path | None, score: str | None) -> l
 
 def _whole_rows(context: typer.Context, grid: Grid, task: DocumentTask, evaluator: Evaluator) -> Grid:
     """Return the grid for a file of rows: all rows, uncut, unless --samples or --lengths is given."""
-    from kvsieve.eval.own import whole_length
+    from kvsieve.lab.eval.own import whole_length
 
     if not _is_given(context, "samples"):
         grid = replace(grid, samples=len(task))
@@ -255,8 +255,8 @@ def _whole_rows(context: typer.Context, grid: Grid, task: DocumentTask, evaluato
 def tasks_command(as_json: JsonOption = False) -> None:
     """List the tasks of `kvsieve eval`."""
     from kvsieve.cli.output import print_table
-    from kvsieve.tasks import all_tasks
-    from kvsieve.tasks.public import public_tasks
+    from kvsieve.lab.tasks import all_tasks
+    from kvsieve.lab.tasks.public import public_tasks
 
     rows = [(task.name, task.title, " or ".join(task.modes)) for task in all_tasks().values()]
     rows += [(name, title, "visible or hidden") for name, title in public_tasks()]
@@ -267,8 +267,8 @@ def tasks_command(as_json: JsonOption = False) -> None:
 
 
 def _tasks(names: list[str], haystack: str, data: str | None, scbench_mode: str) -> list[Task]:
-    from kvsieve.tasks import chosen_tasks
-    from kvsieve.tasks.public import is_public, public_task
+    from kvsieve.lab.tasks import chosen_tasks
+    from kvsieve.lab.tasks.public import is_public, public_task
 
     public = [name for name in names if is_public(name)]
     built_in = [name for name in names if name not in public]

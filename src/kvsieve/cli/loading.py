@@ -11,7 +11,7 @@ from kvsieve.cli.options import GENERATION, MODEL, option
 from kvsieve.cli.output import say
 from kvsieve.errors import InputError, PlanError
 from kvsieve.hf.decode.engines import check_engine
-from kvsieve.suggestions import did_you_mean
+from kvsieve.planning.suggestions import did_you_mean
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "checkpoint")
 _MEANT = {"gpu": "cuda", "nvidia": "cuda", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
@@ -95,7 +95,7 @@ def _loaded(name: str | None, dtype: str, device: str | None) -> tuple[Any, Any]
     from huggingface_hub.utils import disable_progress_bars
     from transformers.utils import logging
 
-    import kvsieve
+    from kvsieve import models
     from kvsieve.devices import auto_dtype
 
     logging.set_verbosity_error()
@@ -103,10 +103,10 @@ def _loaded(name: str | None, dtype: str, device: str | None) -> tuple[Any, Any]
     if not sys.stderr.isatty():
         disable_progress_bars()
     if dtype == "checkpoint":
-        return kvsieve.models.load(name, "checkpoint", device=device)
+        return models.load(name, "checkpoint", device=device)
     if dtype != "auto":
-        return kvsieve.models.load(name, getattr(torch, dtype), device=device)
+        return models.load(name, getattr(torch, dtype), device=device)
     choice = auto_dtype(device)
-    loaded = kvsieve.models.load(name, choice.dtype, device=device)
+    loaded = models.load(name, choice.dtype, device=device)
     say(f"dtype {choice.name}: {choice.reason}; --dtype overrides")
     return loaded

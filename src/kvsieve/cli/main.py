@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-import kvsieve
 from kvsieve.cli import (
     advise,
     ask,
@@ -32,6 +31,7 @@ from kvsieve.cli.options import examples
 from kvsieve.cli.output import emit_json, one_line, printed_warnings
 from kvsieve.cli.store import store_app
 from kvsieve.errors import InputError, KvsieveError, PlanError, short
+from kvsieve.version import __version__
 
 app = typer.Typer(
     help="Long-context inference at less cost: less prefill compute, a smaller KV cache, answers that stay right.",
@@ -104,7 +104,7 @@ app.add_typer(store_app, name="store", rich_help_panel=_USE)
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(f"kvsieve {kvsieve.__version__}")
+        print(f"kvsieve {__version__}")
         raise typer.Exit()
 
 

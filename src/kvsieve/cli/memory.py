@@ -17,9 +17,9 @@ from kvsieve.cli.loading import check_least
 from kvsieve.cli.options import MEMORY, MODEL, option, options_given
 from kvsieve.cli.output import say
 from kvsieve.cli.specs import MethodRun, make_runs
-from kvsieve.display import bytes_text
 from kvsieve.errors import InputError
-from kvsieve.quantities import format_bytes, parse_bytes
+from kvsieve.planning.quantities import format_bytes, parse_bytes
+from kvsieve.report.display import bytes_text
 
 MemoryOption = Annotated[
     int | None,
@@ -68,8 +68,8 @@ class Limit:
     def __init__(self, context: typer.Context, runs: list[MethodRun], *, codecs: bool = True) -> None:
         """Measure the process. codecs: the runs may get a codec. Raises InputError."""
         import kvsieve.hf.attach  # noqa: F401  (part of what the process takes)
-        from kvsieve.bench.footprint import footprint
         from kvsieve.cli.estimate import model_config
+        from kvsieve.lab.bench.footprint import footprint
         from kvsieve.models import load_tokenizer
 
         self._given, self._fixed = given, fixed = context.params, options_given(context)
@@ -123,7 +123,7 @@ class Limit:
 
         Raises InputError.
         """
-        from kvsieve.plans import Plan
+        from kvsieve.planning.plans import Plan
 
         foot, kv, best = self.foot, self._given["kv_memory"], None
         cached = parse_bytes(self._given["store_memory"]) if "store_memory" in self._fixed else None

@@ -6,9 +6,9 @@ import json
 from inspect import Parameter
 from typing import Annotated, Any
 
-import kvsieve
 from kvsieve.cli.options import OUTPUT, option
 from kvsieve.cli.output import JsonOption, emit_json, show, wrapped
+from kvsieve.planning.registry import list_methods, method_info
 from kvsieve.report.tables import markdown_table
 from kvsieve.text import Markdown
 
@@ -79,11 +79,11 @@ def _show_method(method: dict[str, Any]) -> None:
 
 
 def method_rows() -> list[dict[str, Any]]:
-    return json.loads(json.dumps([_row(name) for name in kvsieve.list_methods()], default=str))
+    return json.loads(json.dumps([_row(name) for name in list_methods()], default=str))
 
 
 def _row(name: str) -> dict[str, Any]:
-    info = kvsieve.method_info(name)
+    info = method_info(name)
     return {
         "name": info.name,
         "title": info.title,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvsieve.errors import KvsieveError, short
-from kvsieve.quantities import is_tokens, parse_bytes, parse_tokens
+from kvsieve.planning.quantities import is_tokens, parse_bytes, parse_tokens
 
 # Panels that options are grouped in.
 PROMPT = "Prompt"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsieve.errors import InputError
-from kvsieve.turns import check_characters
+from kvsieve.planning.turns import check_characters
 
 # Byte order mark that some Windows editors write.
 BYTE_ORDER_MARK = "\ufeff"

@@ -34,12 +34,12 @@ def report_command(
     check_folder("--out", out)
     check_writable("--csv", csv)
 
-    from kvsieve.eval.comparison import compared
-    from kvsieve.eval.comparison_report import write_comparison
-    from kvsieve.eval.export import write_csv
-    from kvsieve.eval.merge import subjects
-    from kvsieve.eval.report import check_formats, write_report
-    from kvsieve.eval.results import load
+    from kvsieve.lab.eval.comparison import compared
+    from kvsieve.lab.eval.comparison_report import write_comparison
+    from kvsieve.lab.eval.export import write_csv
+    from kvsieve.lab.eval.merge import subjects
+    from kvsieve.lab.eval.report import check_formats, write_report
+    from kvsieve.lab.eval.results import load
 
     wanted = [each.strip() for each in formats.split(",") if each.strip()]
     check_formats(wanted)
@@ -78,7 +78,7 @@ def _differences(entries: Any) -> list[dict[str, Any]]:
 
 def _print_comparison(entries: Any) -> None:
     """Print the tables that compare, with the columns that fit a terminal."""
-    from kvsieve.eval.comparison import comparison_tables
+    from kvsieve.lab.eval.comparison import comparison_tables
 
     wanted = ("model", "method", "budget", "score", "against full", "against baseline", "KL", "KV kept %")
     for table in reversed(comparison_tables(entries)):
@@ -89,9 +89,9 @@ def _print_comparison(entries: Any) -> None:
 
 
 def print_means(results: Any) -> None:
-    from kvsieve.eval.aggregate import budgets_of, cells, labels_of, task_means
-    from kvsieve.eval.rows import cut_documents
-    from kvsieve.eval.tables import NONE, budget_name, plus_minus
+    from kvsieve.lab.eval.aggregate import budgets_of, cells, labels_of, task_means
+    from kvsieve.lab.eval.rows import cut_documents
+    from kvsieve.lab.eval.tables import NONE, budget_name, plus_minus
     from kvsieve.report.labels import distinct
 
     means = task_means(cells(results.samples))
@@ -113,8 +113,8 @@ def print_means(results: Any) -> None:
 
 
 def aggregated(results: Any) -> dict[str, Any]:
-    from kvsieve.eval.aggregate import cells, cost_cells, task_means
-    from kvsieve.eval.rows import finite
+    from kvsieve.lab.eval.aggregate import cells, cost_cells, task_means
+    from kvsieve.lab.eval.rows import finite
 
     parts = cells(results.samples)
     return {

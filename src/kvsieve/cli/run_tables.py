@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import kvsieve
 from kvsieve.cli.output import NARROW, WIDE, print_table, show
-from kvsieve.display import span
+from kvsieve.planning.registry import method_info
+from kvsieve.report.display import span
 
 # Columns of `row` in a table 80 characters wide, besides the method; the last needs full KV.
 COLUMNS = ("KV kept", "KV MiB", "TTFT s", "TPOT ms", "as full")
@@ -60,7 +60,7 @@ def sentences(results: list[dict[str, Any]], full: dict[str, Any] | None) -> lis
     found = []
     for each in results:
         if each is not full:
-            title = kvsieve.method_info(each["method"]).title if count[each["method"]] == 1 else each["label"]
+            title = method_info(each["method"]).title if count[each["method"]] == 1 else each["label"]
             found.append(f"{title}: {_compared(each, full)}")
     return found
 

@@ -36,7 +36,7 @@ from kvsieve.cli.output import say
 from kvsieve.cli.specs import BudgetOption, CodecOption, chosen_spec, make_runs, method_specs, parse_codecs, spec
 from kvsieve.cli.store import check_store, check_stored_plans
 from kvsieve.errors import InputError
-from kvsieve.quantities import parse_bytes
+from kvsieve.planning.quantities import parse_bytes
 from kvsieve.serve.keys import check_reach, read_keys
 from kvsieve.serve.limits import ServerLimits
 

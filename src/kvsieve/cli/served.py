@@ -15,13 +15,13 @@ import typer
 from kvsieve.cli.loading import check_least
 from kvsieve.cli.options import SERVER, option, options_given
 from kvsieve.cli.output import NARROW, WIDE, check_writable, emit_json, print_table, progress_bar, say, show
-from kvsieve.client import parse_extra
 from kvsieve.errors import InputError
 from kvsieve.folders import write_whole
+from kvsieve.lab.client import parse_extra
 
 if TYPE_CHECKING:
-    from kvsieve.client import ServerClient
-    from kvsieve.eval.grid import Grid
+    from kvsieve.lab.client import ServerClient
+    from kvsieve.lab.eval.grid import Grid
 
 ServerOption = Annotated[
     str | None,
@@ -60,10 +60,10 @@ def check_options(context: typer.Context, server: str | None, allowed: Sequence[
 
 
 def opened(server: str, extra: str | None, model: str | None) -> tuple[ServerClient, Any, str]:
-    from kvsieve.client import ServerClient, check_tokenizer_of
+    from kvsieve.lab.client import ServerClient, check_tokenizer_of
     from kvsieve.models import load_tokenizer
     from kvsieve.models.fetch import MODEL_NAME
-    from kvsieve.turns import plain_ids
+    from kvsieve.planning.turns import plain_ids
 
     client = ServerClient(server, extra=parse_extra(extra))
     tokenizer, name = load_tokenizer(model), model or MODEL_NAME
@@ -90,8 +90,8 @@ def bench_server(server: str, model: str | None, extra: str | None, load: Load, 
     check_writable("--out", out)
     counts = _numbers("--clients", load.clients)
 
-    from kvsieve.bench.load import LoadTest, load_test
-    from kvsieve.bench.prompts import text_ids
+    from kvsieve.lab.bench.load import LoadTest, load_test
+    from kvsieve.lab.bench.prompts import text_ids
     from kvsieve.report.environment import environment
 
     client, tokenizer, name = opened(server, extra, model)
@@ -152,9 +152,9 @@ def eval_server(
 ) -> dict[str, Any]:
     if grid.questions != ("visible",):
         raise InputError("--question: a server reads a prompt in one piece, so a question is asked visibly only")
-    from kvsieve.eval.served import LEFT_OUT, score_server
+    from kvsieve.lab.eval.served import LEFT_OUT, score_server
+    from kvsieve.lab.tasks.public import data_digests
     from kvsieve.report.environment import environment
-    from kvsieve.tasks.public import data_digests
 
     count = _numbers("--clients", clients)[-1]
     client, tokenizer, name = opened(server, extra, model)

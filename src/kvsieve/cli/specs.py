@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from kvsieve.budget import percent_doubt
 from kvsieve.cli.options import METHOD, option
 from kvsieve.errors import KvsieveWarning, PlanError
-from kvsieve.named import codec_of, crossed, plan, plan_without_floor, prefill_of, rest_of
-from kvsieve.plans import Plan
-from kvsieve.profiles import load_profile
-from kvsieve.registry import check_parameters, method_info
-from kvsieve.settled import all_parameters, held_parameters, label_parameters
-from kvsieve.specs import parse_settings, split_specs
+from kvsieve.planning.budget import percent_doubt
+from kvsieve.planning.named import codec_of, crossed, plan, plan_without_floor, prefill_of, rest_of
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.profiles import load_profile
+from kvsieve.planning.registry import check_parameters, method_info
+from kvsieve.planning.settled import all_parameters, held_parameters, label_parameters
+from kvsieve.planning.specs import parse_settings, split_specs
 
 BudgetOption = Annotated[
     str | None,

@@ -12,11 +12,11 @@ import typer
 
 from kvsieve.cli.options import CACHE, examples, option
 from kvsieve.cli.output import JsonOption, check_folder, check_writable, emit_json, print_table, say, show
-from kvsieve.display import mebibytes
 from kvsieve.errors import CacheFileError, InputError
+from kvsieve.report.display import mebibytes
 
 if TYPE_CHECKING:
-    from kvsieve.plans import Plan
+    from kvsieve.planning.plans import Plan
     from kvsieve.store import PrefixStore
 
 store_app = typer.Typer(

@@ -16,9 +16,9 @@ from kvsieve.cli.kept import found_lines, print_map
 from kvsieve.cli.messages import HELP, piped_messages, typed_messages
 from kvsieve.cli.output import NARROW, WIDE, one_line, print_table, say, show
 from kvsieve.cli.words import Words
-from kvsieve.display import span
 from kvsieve.errors import InputError, KvsieveError
-from kvsieve.suggestions import did_you_mean
+from kvsieve.planning.suggestions import did_you_mean
+from kvsieve.report.display import span
 from kvsieve.text import printable
 
 if TYPE_CHECKING:

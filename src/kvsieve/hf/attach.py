@@ -24,8 +24,8 @@ from kvsieve.hf.model.weights import why_out_of_reach
 from kvsieve.hf.prompt.draft import load_draft
 from kvsieve.hf.runtime import Drafter
 from kvsieve.hf.sieve import Sieve
-from kvsieve.plans import Plan
-from kvsieve.roles import DraftPropagator
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.roles import DraftPropagator
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.errors import InputError, UnsupportedOptionError, short
-from kvsieve.turns import check_characters
+from kvsieve.planning.turns import check_characters
 
 _IDS = (torch.int64, torch.int32)
 # Other outputs of tokenizers than ids and mask, which decoder-only models do not take.

@@ -11,9 +11,9 @@ from kvsieve.cache import LayerMemory, View
 from kvsieve.errors import CacheStateError, InputError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layers import kind_of
-from kvsieve.kept.kept import Kept
-from kvsieve.kept.tokens import KeptLayer
-from kvsieve.segments import token_numbers
+from kvsieve.hf.kept_tokens.kept import Kept
+from kvsieve.hf.kept_tokens.tokens import KeptLayer
+from kvsieve.planning.segments import token_numbers
 
 
 def kept_of(cache: SieveCache, ids: Tensor, row: int = 0, tokenizer: Any = None) -> Kept:

@@ -21,7 +21,7 @@ from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.prompt.chunks import shared_end
 from kvsieve.hf.prompt.options import Progress, shifted
 from kvsieve.hf.runtime import AttachedModel
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 
 # Last tokens of a prompt in front of which its last border lies: another question on the same document begins before.
 LAST = 128

@@ -33,7 +33,7 @@ from kvsieve.hf.kinds import growing_layers, layer_kinds
 from kvsieve.hf.model.facts import Facts
 from kvsieve.hf.model.parallel import ranks_of
 from kvsieve.hf.model.weights import active_adapters, adapted_layer
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from kvsieve.hf.generate.result import GenerateResult
 from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.inputs import check_path, check_tokenizer, prompt_of
 from kvsieve.hf.kept import kept_of
+from kvsieve.hf.kept_tokens.kept import Kept
 from kvsieve.hf.persist.saved import Saved, load_cache, save_cache
 from kvsieve.hf.prompt.checks import checked_beginning
 from kvsieve.hf.prompt.chunks import read_beginning
@@ -29,8 +30,7 @@ from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.hf.reuse import PromptStore, answer
 from kvsieve.hf.runtime import AttachedModel
-from kvsieve.kept.kept import Kept
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 
 # What completion shows of a Sieve; the rest is for drivers.
 _PUBLIC = "ask begin chat generate kept last_stats load model new_cache plan prefill save tokenizer".split()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvsieve.core.blocks import BlockGrid, PromptContext
 from kvsieve.lazy import Tensor
 from kvsieve.methods.block_prefill import BlockPrefill
-from kvsieve.registry import register_method
+from kvsieve.planning.registry import register_method
 
 
 @register_method(

@@ -20,8 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvsieve import defaults
-from kvsieve.budget import Budget
 from kvsieve.core.allocation import allocate, winners
 from kvsieve.core.checks import refuse
 from kvsieve.core.scoring import Kernel, Pool, group_mean, pool, pooled_mass
@@ -32,9 +30,11 @@ from kvsieve.methods.allocators import LayerAllocator
 from kvsieve.methods.base import ScoredEvictor, apply_protection, check_int, hide_padding, skips
 from kvsieve.methods.pyramidkv import pyramid_shares
 from kvsieve.methods.snapkv import SnapKV
-from kvsieve.plans import Plan
-from kvsieve.registry import Parameters, register_method
-from kvsieve.roles import Traits
+from kvsieve.planning import defaults
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.registry import Parameters, register_method
+from kvsieve.planning.roles import Traits
 from kvsieve.types import LayerContext, Selection
 
 Rule = Literal["paper", "kvpress"]

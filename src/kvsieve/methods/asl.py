@@ -23,8 +23,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvsieve import defaults
-from kvsieve.budget import Budget
 from kvsieve.core.scoring import Kernel, Pool, pooled_mass, width
 from kvsieve.core.selection import pack, top_mask
 from kvsieve.errors import PlanError
@@ -32,9 +30,11 @@ from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import apply_protection, check_int, check_kernel
 from kvsieve.methods.gemfilter import GemFilter
 from kvsieve.methods.snapkv import SnapKV
-from kvsieve.plans import Plan
-from kvsieve.registry import Parameters, register_method
-from kvsieve.roles import Propagator
+from kvsieve.planning import defaults
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.registry import Parameters, register_method
+from kvsieve.planning.roles import Propagator
 from kvsieve.types import LayerContext, Selection
 
 Rule = Literal["asl", "gemfilter"]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvsieve.budget import Budget
 from kvsieve.core.scoring import WIDEST
 from kvsieve.core.selection import select_top, top_mask
 from kvsieve.errors import PlanError, UnsupportedModelError, short
 from kvsieve.lazy import Tensor, torch
-from kvsieve.named import plan_without_floor
-from kvsieve.parameters import MOST
-from kvsieve.roles import DelegatingEvictor, Evictor, Layers
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.named import plan_without_floor
+from kvsieve.planning.parameters import MOST
+from kvsieve.planning.roles import DelegatingEvictor, Evictor, Layers
 from kvsieve.types import LayerContext, ModelFacts, Selection, When
 
 

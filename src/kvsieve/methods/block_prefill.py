@@ -8,7 +8,7 @@ from kvsieve.core.blocks import PromptContext
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor
 from kvsieve.methods.base import check_int, parse_layers, skipped
-from kvsieve.roles import Layers, SparsePrefill
+from kvsieve.planning.roles import Layers, SparsePrefill
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,17 +21,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsieve import defaults
-from kvsieve.budget import Budget
 from kvsieve.core.scoring import Kernel, Pool, pooled_mass, width
 from kvsieve.core.selection import select_top
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import apply_protection, check_int
 from kvsieve.methods.fastkv import TSP
 from kvsieve.methods.snapkv import SnapKV
-from kvsieve.plans import Plan
-from kvsieve.registry import register_method
-from kvsieve.roles import Layers
+from kvsieve.planning import defaults
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.registry import register_method
+from kvsieve.planning.roles import Layers
 from kvsieve.types import LayerContext, Selection
 
 _SCORES, _DROPS = "claa_scores", "claa_drops"

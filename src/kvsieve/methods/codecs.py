@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvsieve.methods.base import check_int
-from kvsieve.roles import Codec
+from kvsieve.planning.roles import Codec
 
 
 @dataclass(frozen=True, kw_only=True)

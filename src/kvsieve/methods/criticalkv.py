@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsieve.budget import Budget
 from kvsieve.core.scoring import group_mean, score_dtype
 from kvsieve.core.selection import top_mask
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import Wrapper, hide_padding, model_facts, scored_by_name
-from kvsieve.plans import Plan
-from kvsieve.registry import register_method
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext
 
 # Projected values of one block, [B, entries, C] in float32, stay under about 64 MiB.

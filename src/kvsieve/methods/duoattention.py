@@ -16,14 +16,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from kvsieve.budget import Budget
 from kvsieve.core.selection import pack_ragged, top_mask
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import ScoredEvictor, apply_protection, check_int, first_real, skipped, skips
-from kvsieve.plans import Plan
-from kvsieve.profiles import Heads, Profile, array_of, numbers
-from kvsieve.registry import register_method
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.profiles import Heads, Profile, array_of, numbers
+from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext, Selection
 
 

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsieve import defaults
-from kvsieve.budget import Budget
 from kvsieve.core.allocation import allocate
 from kvsieve.core.scoring import Kernel, Pool
 from kvsieve.core.selection import top_mask
@@ -24,8 +22,10 @@ from kvsieve.lazy import torch
 from kvsieve.methods.allocators import Cascade, LayerScores
 from kvsieve.methods.base import ScoredEvictor, check_int
 from kvsieve.methods.snapkv import SnapKV
-from kvsieve.plans import Plan
-from kvsieve.registry import register_method
+from kvsieve.planning import defaults
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext
 
 

@@ -16,7 +16,7 @@ from kvsieve.core.scoring import score_dtype
 from kvsieve.core.softmax import cap
 from kvsieve.lazy import torch
 from kvsieve.methods.readers import BudgetReader, Setting
-from kvsieve.registry import register_method
+from kvsieve.planning.registry import register_method
 from kvsieve.types import AttentionQueries
 
 

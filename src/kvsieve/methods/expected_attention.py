@@ -19,7 +19,7 @@ from kvsieve.core.scoring import group_mean, score_dtype
 from kvsieve.core.softmax import sinks_of, softmax
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import ScoredEvictor, check_int, first_real, model_facts, positions, skips
-from kvsieve.registry import register_method
+from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext, When
 
 # Queries rotated back at a time, positions averaged at a time, and elements of k^T Sigma' formed at a time.

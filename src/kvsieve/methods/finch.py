@@ -20,16 +20,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsieve.budget import Budget
 from kvsieve.core.queries import query_mass
 from kvsieve.core.scoring import group_mean
 from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import apply_protection, check_int, hide_padding
-from kvsieve.plans import Plan
-from kvsieve.registry import register_method
-from kvsieve.roles import ChunkedEvictor
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.registry import register_method
+from kvsieve.planning.roles import ChunkedEvictor
 from kvsieve.types import LayerContext, Selection
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kvsieve.core.blocks import PromptContext
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.block_prefill import BlockPrefill, check_share
-from kvsieve.registry import register_method
+from kvsieve.planning.registry import register_method
 
 # Query blocks weighed at a time: few on a CPU, so that their weights fit into its caches.
 _PART, _PART_ELSEWHERE = 4, 32

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kvsieve.core.blocks import BlockLines, PromptContext, covering
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.block_prefill import BlockPrefill, check_share
-from kvsieve.registry import register_method
+from kvsieve.planning.registry import register_method
 
 
 @register_method(

@@ -15,7 +15,7 @@ from kvsieve.core.codebooks import float8_levels
 from kvsieve.core.codes import CodeFormat, fit_range
 from kvsieve.lazy import Tensor
 from kvsieve.methods.codecs import BlockCodec
-from kvsieve.registry import register_method
+from kvsieve.planning.registry import register_method
 
 
 @register_method(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvsieve.plans import Plan
-from kvsieve.registry import register_method
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.registry import register_method
 
 
 @register_method("full", title="Full KV", paper="the model itself", phase="never", query_aware=False)

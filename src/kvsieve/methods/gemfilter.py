@@ -9,23 +9,23 @@ budget sets the costs of prefill and storage, and nothing of the first pass is k
 
 Differences from the reference: the prompt's last token is always kept (``paper=True`` sets `keep_last=0` as there, and
 answers may then start from a wrong token); batches and padding; on a later turn the whole conversation is filtered
-again; without `layer` the filter layer is the published one of a model of the same depth (kvsieve.defaults.LAYERS),
-else 13/32.
+again; without `layer` the filter layer is the published one of a model of the same depth
+(kvsieve.planning.defaults.LAYERS), else 13/32.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsieve import defaults
-from kvsieve.budget import Budget
 from kvsieve.core.scoring import Kernel, pool, score_dtype, width
 from kvsieve.core.selection import pack, top_mask
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import apply_protection, check_int, check_kernel
-from kvsieve.registry import register_method
-from kvsieve.roles import Propagator
+from kvsieve.planning import defaults
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.registry import register_method
+from kvsieve.planning.roles import Propagator
 from kvsieve.types import LayerContext, Selection
 
 

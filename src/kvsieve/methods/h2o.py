@@ -19,7 +19,7 @@ from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import ScoredEvictor, apply_protection, last_real, skips
-from kvsieve.registry import register_method
+from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext, Selection, When
 
 _BLOCK = 256

@@ -18,7 +18,7 @@ from kvsieve.core.codes import CodeFormat, fit_range
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import check_int
 from kvsieve.methods.kivi import KIVI
-from kvsieve.registry import register_method
+from kvsieve.planning.registry import register_method
 
 _P, _BETA, _GROWTH = 0.7, 10.0, 1.01
 

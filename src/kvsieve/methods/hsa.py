@@ -18,15 +18,15 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from kvsieve.budget import Budget
 from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
 from kvsieve.core.page_recipe import PageRecipe, page_table
 from kvsieve.core.page_weights import entries_of_pages, held_part, largest_channels
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.readers import BudgetReader, Setting
-from kvsieve.plans import Plan
-from kvsieve.registry import register_method
-from kvsieve.roles import PagedReader
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.registry import register_method
+from kvsieve.planning.roles import PagedReader
 from kvsieve.types import AttentionQueries
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvsieve.core.codes import CodeFormat
 from kvsieve.methods.codecs import BlockCodec
-from kvsieve.registry import register_method
+from kvsieve.planning.registry import register_method
 
 _LEVELS = tuple(float(level) for level in range(-127, 128))
 

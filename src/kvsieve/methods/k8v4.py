@@ -22,7 +22,7 @@ from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor
 from kvsieve.methods.codecs import GroupCodec
 from kvsieve.methods.rotated import Rotated
-from kvsieve.registry import register_method
+from kvsieve.planning.registry import register_method
 
 
 @register_method(

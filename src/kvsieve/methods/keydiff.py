@@ -20,7 +20,7 @@ from kvsieve.core.scoring import score_dtype
 from kvsieve.lazy import Tensor, torch
 from kvsieve.lazy import functional as F
 from kvsieve.methods.base import ScoredEvictor
-from kvsieve.registry import register_method
+from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext, When
 
 

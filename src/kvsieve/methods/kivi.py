@@ -15,7 +15,7 @@ from typing import Literal
 
 from kvsieve.core.codes import CodeFormat
 from kvsieve.methods.codecs import GroupCodec
-from kvsieve.registry import register_method
+from kvsieve.planning.registry import register_method
 
 
 @register_method(

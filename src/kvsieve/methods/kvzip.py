@@ -21,14 +21,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvsieve.budget import Budget
 from kvsieve.core.queries import query_mass
 from kvsieve.core.selection import entries_at, pack_ragged, select_top, top_mask
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import apply_protection, check_int, first_real, hide_padding, parse_layers, skips
-from kvsieve.registry import register_method
-from kvsieve.roles import ProbePasses, ProbingEvictor, Traits
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.registry import register_method
+from kvsieve.planning.roles import ProbePasses, ProbingEvictor, Traits
 from kvsieve.types import LayerContext, Ranks, Selection
 
 # Tokens of the chunk before, fed before a chunk.

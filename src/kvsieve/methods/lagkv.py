@@ -29,14 +29,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvsieve.budget import Budget
 from kvsieve.core.scoring import score_dtype
 from kvsieve.core.selection import pack, top_mask
 from kvsieve.errors import InputError, PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import check_int, parse_layers, skipped, skips
-from kvsieve.registry import register_method
-from kvsieve.roles import Evictor
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.registry import register_method
+from kvsieve.planning.roles import Evictor
 from kvsieve.types import LayerContext, Selection, When
 
 Variant = Literal["lag", "local", "l2"]

@@ -15,17 +15,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsieve import defaults
-from kvsieve.budget import Budget
 from kvsieve.core.queries import query_mass
 from kvsieve.core.scoring import Kernel, Pool, group_mean, pool
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import check_int
 from kvsieve.methods.snapkv import SnapKV
-from kvsieve.plans import Plan
-from kvsieve.registry import register_method
-from kvsieve.roles import ProbePasses, ProbingEvictor
+from kvsieve.planning import defaults
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.registry import register_method
+from kvsieve.planning.roles import ProbePasses, ProbingEvictor
 from kvsieve.types import LayerContext, Selection
 
 _STATE, _REAL = "lookahead", "lookahead_real"

@@ -15,7 +15,7 @@ from kvsieve.core.blocks import BlockLines, PromptContext, topmost
 from kvsieve.lazy import Tensor
 from kvsieve.methods.base import check_int
 from kvsieve.methods.block_prefill import BlockPrefill, check_share
-from kvsieve.registry import register_method
+from kvsieve.planning.registry import register_method
 
 
 @register_method(

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kvsieve import defaults
-from kvsieve.budget import Budget
 from kvsieve.core.scoring import Kernel, Pool
 from kvsieve.methods.rotated import Rotated
 from kvsieve.methods.snapkv import SnapKV
-from kvsieve.plans import Plan
-from kvsieve.registry import register_method
+from kvsieve.planning import defaults
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.registry import register_method
 
 
 @register_method(

@@ -17,7 +17,7 @@ from kvsieve.core.codes import CodeFormat
 from kvsieve.errors import PlanError, UnsupportedModelError, short
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.kivi import KIVI
-from kvsieve.registry import register_method
+from kvsieve.planning.registry import register_method
 
 # Positions in a block have 16 bits.
 _PLACES = 1 << 16

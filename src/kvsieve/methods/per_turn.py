@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import scored_by_name
-from kvsieve.plans import Plan
-from kvsieve.registry import register_method
-from kvsieve.roles import ChunkedEvictor, DelegatingEvictor, Evictor, ProbingEvictor
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.registry import register_method
+from kvsieve.planning.roles import ChunkedEvictor, DelegatingEvictor, Evictor, ProbingEvictor
 from kvsieve.types import END_OF_PROMPT, LayerContext, Selection
 
 

@@ -19,8 +19,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from kvsieve import defaults
-from kvsieve.budget import Budget
 from kvsieve.core.scoring import Kernel, score_dtype
 from kvsieve.core.selection import select_top
 from kvsieve.core.softmax import cap, sinks_of, softmax
@@ -28,9 +26,11 @@ from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import apply_protection, check_int
 from kvsieve.methods.snapkv import SnapKV
-from kvsieve.plans import Plan
-from kvsieve.registry import Parameters, register_method
-from kvsieve.roles import Propagator
+from kvsieve.planning import defaults
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.registry import Parameters, register_method
+from kvsieve.planning.roles import Propagator
 from kvsieve.types import LayerContext, Selection
 
 Strategy = Literal["cosine", "linear"]

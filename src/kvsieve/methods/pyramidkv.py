@@ -17,15 +17,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvsieve import defaults
-from kvsieve.budget import Budget
 from kvsieve.core.allocation import allocate, pyramid
 from kvsieve.core.scoring import Kernel, Pool
 from kvsieve.methods.allocators import LayerAllocator
 from kvsieve.methods.base import ScoredEvictor, check_int
 from kvsieve.methods.snapkv import SnapKV
-from kvsieve.plans import Plan
-from kvsieve.registry import register_method
+from kvsieve.planning import defaults
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.registry import register_method
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,14 +15,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from kvsieve.budget import Budget
 from kvsieve.core.scoring import score_dtype
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import ScoredEvictor, check_int, last_real
-from kvsieve.plans import Plan
-from kvsieve.profiles import Filters, Profile, array_of, numbers
-from kvsieve.registry import register_method
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.profiles import Filters, Profile, array_of, numbers
+from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext
 
 

@@ -29,8 +29,8 @@ from kvsieve.core.scoring import score_dtype
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import check_int
 from kvsieve.methods.readers import BudgetReader, Setting
-from kvsieve.registry import register_method
-from kvsieve.roles import PagedReader
+from kvsieve.planning.registry import register_method
+from kvsieve.planning.roles import PagedReader
 from kvsieve.types import AttentionQueries
 
 

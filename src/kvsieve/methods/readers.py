@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsieve.budget import Budget
 from kvsieve.core.kv_rows import ReadFacts
 from kvsieve.methods.base import parse_layers, skipped
-from kvsieve.roles import Layers, PageBudget, Reader
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.roles import Layers, PageBudget, Reader
 
 LEAST = 16
 

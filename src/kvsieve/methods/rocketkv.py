@@ -21,14 +21,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsieve.budget import Budget
 from kvsieve.core.scoring import Pool
 from kvsieve.methods.adakv import GroupedSnapKV
 from kvsieve.methods.hsa import HSA, stored_entries
 from kvsieve.methods.per_turn import PerTurn
 from kvsieve.methods.readers import LEAST
-from kvsieve.plans import Plan
-from kvsieve.registry import register_method
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.registry import register_method
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from kvsieve.core.codebooks import gaussian_levels, level_scale
 from kvsieve.core.codes import CodeFormat
 from kvsieve.lazy import Tensor
 from kvsieve.methods.codecs import BlockCodec
-from kvsieve.registry import register_method
+from kvsieve.planning.registry import register_method
 
 
 @register_method(

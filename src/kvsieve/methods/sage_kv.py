@@ -17,7 +17,7 @@ from kvsieve.core.scoring import group_mean, mass_of
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import ScoredEvictor, check_int, first_real, keep_best, last_real, skips
-from kvsieve.registry import register_method
+from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext, Selection
 
 

@@ -11,14 +11,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvsieve.budget import Budget
 from kvsieve.core.allocation import allocate
 from kvsieve.errors import PlanError, short
 from kvsieve.methods.allocators import LayerAllocator
 from kvsieve.methods.base import ScoredEvictor, scored_by_name
 from kvsieve.methods.snapkv import SnapKV
-from kvsieve.plans import Plan
-from kvsieve.registry import register_method
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext
 
 

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsieve import defaults
 from kvsieve.core.scoring import Kernel, Pool, Width, pooled_mass, width
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import ScoredEvictor, check_int, check_kernel, last_real
-from kvsieve.registry import register_method
+from kvsieve.planning import defaults
+from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext
 
 

@@ -24,7 +24,7 @@ from kvsieve.core.page_weights import best_entries, held_part, largest, largest_
 from kvsieve.core.scoring import score_dtype
 from kvsieve.lazy import torch
 from kvsieve.methods.readers import BudgetReader, Setting
-from kvsieve.registry import register_method
+from kvsieve.planning.registry import register_method
 from kvsieve.types import AttentionQueries
 
 

@@ -21,16 +21,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from kvsieve.budget import Budget
 from kvsieve.core.scoring import WIDEST, mass_of, pool
 from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import apply_protection, check_int
 from kvsieve.methods.snapkv import SnapKV
-from kvsieve.plans import Plan
-from kvsieve.registry import register_method
-from kvsieve.roles import DraftPropagator, Loaded, draft_of
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.registry import register_method
+from kvsieve.planning.roles import DraftPropagator, Loaded, draft_of
 from kvsieve.types import LayerContext, Selection
 
 

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsieve.budget import Budget
 from kvsieve.core.allocation import clusters
 from kvsieve.core.scoring import score_dtype
 from kvsieve.errors import PlanError, UnsupportedModelError
@@ -28,8 +27,9 @@ from kvsieve.lazy import functional as F
 from kvsieve.methods.allocators import Cascade, LayerScores
 from kvsieve.methods.base import ScoredEvictor, model_facts, scored_by_name
 from kvsieve.methods.streaming_llm import StreamingLLM
-from kvsieve.plans import Plan
-from kvsieve.registry import register_method
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext, When
 
 _BLOCK = 4096

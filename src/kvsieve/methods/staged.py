@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsieve import defaults
-from kvsieve.budget import Budget
 from kvsieve.core.scoring import Kernel, Pool
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import check_int
 from kvsieve.methods.claa import CrossLayerTSP
 from kvsieve.methods.snapkv import SnapKV
-from kvsieve.plans import Plan
-from kvsieve.registry import Parameters, register_method
+from kvsieve.planning import defaults
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.registry import Parameters, register_method
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import ScoredEvictor, check_int, first_real
-from kvsieve.registry import register_method
+from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvsieve.core.scoring import mass_of
 from kvsieve.lazy import Tensor
 from kvsieve.methods.base import ScoredEvictor
-from kvsieve.registry import register_method
+from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext
 
 

@@ -18,7 +18,7 @@ from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import check_int
 from kvsieve.methods.block_prefill import BlockPrefill, check_share
-from kvsieve.registry import register_method
+from kvsieve.planning.registry import register_method
 
 # Query blocks scored at a time, with the keys visible to them.
 _PART = 16

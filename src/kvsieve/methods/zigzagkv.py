@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsieve.budget import Budget
 from kvsieve.core.allocation import tokens_reaching
 from kvsieve.core.scoring import mass_of
 from kvsieve.errors import PlanError
 from kvsieve.methods.allocators import Cascade, observed
 from kvsieve.methods.base import ScoredEvictor, scored_by_name
 from kvsieve.methods.snapkv import SnapKV
-from kvsieve.plans import Plan
-from kvsieve.registry import register_method
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext
 
 

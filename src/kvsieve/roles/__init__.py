@@ -4,18 +4,18 @@ A role is a frozen dataclass that derives from one of these base classes: the ob
 conversation is stored in its cache and passed to the role in every call.
 """
 
-from kvsieve.roles.base import HeadScope, Role, Traits, role_class, role_name
-from kvsieve.roles.codec import Codec
-from kvsieve.roles.delegate import DelegatingEvictor
-from kvsieve.roles.drafting import DraftPropagator, Loaded, draft_of
-from kvsieve.roles.evictor import ChunkedEvictor, Evictor, Layers
-from kvsieve.roles.paged import PageBudget, PagedReader
-from kvsieve.roles.prefill import SparsePrefill
-from kvsieve.roles.probing import Branch, Observe, ProbePasses, ProbingEvictor
-from kvsieve.roles.propagator import Propagator
-from kvsieve.roles.reader import Reader
-from kvsieve.roles.sizes import budgets_of, byte_budgets, floor_of, with_entries, with_floor
-from kvsieve.roles.together import check_together
+from kvsieve.planning.roles.base import HeadScope, Role, Traits, role_class, role_name
+from kvsieve.planning.roles.codec import Codec
+from kvsieve.planning.roles.delegate import DelegatingEvictor
+from kvsieve.planning.roles.drafting import DraftPropagator, Loaded, draft_of
+from kvsieve.planning.roles.evictor import ChunkedEvictor, Evictor, Layers
+from kvsieve.planning.roles.paged import PageBudget, PagedReader
+from kvsieve.planning.roles.prefill import SparsePrefill
+from kvsieve.planning.roles.probing import Branch, Observe, ProbePasses, ProbingEvictor
+from kvsieve.planning.roles.propagator import Propagator
+from kvsieve.planning.roles.reader import Reader
+from kvsieve.planning.roles.sizes import budgets_of, byte_budgets, floor_of, with_entries, with_floor
+from kvsieve.planning.roles.together import check_together
 
 __all__ = [
     "Branch",

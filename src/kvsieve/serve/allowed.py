@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvsieve.errors import PlanError
-from kvsieve.named import codec_of, plan
-from kvsieve.plans import Plan
-from kvsieve.registry import method_info
+from kvsieve.planning.named import codec_of, plan
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.registry import method_info
+from kvsieve.planning.specs import split_specs
 from kvsieve.serve.schema import KVOptions
-from kvsieve.specs import split_specs
 
 
 @dataclass(frozen=True)

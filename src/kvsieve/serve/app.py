@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
-import kvsieve
+from kvsieve.errors import KvsieveError
 from kvsieve.serve.allowed import AllowedPlans
 from kvsieve.serve.bodies import Bodies
 from kvsieve.serve.chat import chat_chunks, chat_reply
@@ -45,6 +45,7 @@ from kvsieve.serve.reply_schema import (
 from kvsieve.serve.scheduler import Scheduler
 from kvsieve.serve.schema import ChatRequest, CommonRequest, CompletionRequest, Strict, TokenizeRequest
 from kvsieve.serve.ticket import Order
+from kvsieve.version import __version__
 
 _log = logging.getLogger(__name__)
 # Levels of a reply above the likelihoods of a token.
@@ -79,7 +80,7 @@ class Service:
 
 
 def create_app(service: Service) -> FastAPI:
-    app = _Application(title="kvsieve", version=kvsieve.__version__, docs_url=None, redoc_url=None)
+    app = _Application(title="kvsieve", version=__version__, docs_url=None, redoc_url=None)
     metrics, limits = Metrics(service.scheduler), service.preparer.limits
     app.state.service, app.state.metrics, app.state.bodies = service, metrics, Bodies(limits)
     app.add_middleware(Edge, most=limits.requests, hosts=service.hosts)
@@ -94,7 +95,7 @@ def create_app(service: Service) -> FastAPI:
             _log.error("%s failed: %s", request.url.path, type(error).__name__, exc_info=error)
         return json_error(failure)
 
-    for kind in (HTTPException, RequestValidationError, Failure, kvsieve.KvsieveError, Exception):
+    for kind in (HTTPException, RequestValidationError, Failure, KvsieveError, Exception):
         app.add_exception_handler(kind, tell)
     _add_completions(app, service, metrics)
     _add_views(app, service, metrics)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvsieve.errors import InputError
-from kvsieve.forms import CallArguments
+from kvsieve.planning.forms import CallArguments
 from kvsieve.serve.schema import ContentPart, Tool, ToolCall
 
 _KINDS = {"image": "images", "audio": "audio parts", "video": "videos", "file": "files"}

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvsieve.hf.attach import under
 from kvsieve.hf.sieve import Sieve
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 
 
 class PlanSieves:

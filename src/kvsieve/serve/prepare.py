@@ -8,19 +8,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvsieve.budget import percent_doubt
 from kvsieve.decoding.asked import Sampling
 from kvsieve.detokenize import text_of, token_bytes
 from kvsieve.errors import InputError, UnsupportedOptionError
 from kvsieve.hf.generate.config import check_config, config_in_effect, who_says
 from kvsieve.hf.prompt.constraints import PromptConstraints
+from kvsieve.planning.budget import percent_doubt
+from kvsieve.planning.turns import plain_ids, render, stop_ids, token_ids
 from kvsieve.serve.allowed import AllowedPlans
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.messages import all_texts, part_text, template_call, template_tool
 from kvsieve.serve.schema import ChatMessage, ChatRequest, CommonRequest, CompletionRequest, TokenizeRequest
 from kvsieve.serve.ticket import Order
 from kvsieve.serve.tools import form_of
-from kvsieve.turns import plain_ids, render, stop_ids, token_ids
 
 # Temperatures below which only the likeliest token has a probability above 0, and logits overflow float32.
 _COLD = 1e-4

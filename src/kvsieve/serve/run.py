@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from kvsieve.errors import InputError
 from kvsieve.hf.attach import attached
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 from kvsieve.serve.allowed import AllowedPlans
 from kvsieve.serve.app import Service, create_app
 from kvsieve.serve.connections import bounded_connections

@@ -16,7 +16,7 @@ from kvsieve.errors import InputError
 from kvsieve.hf.attach import under
 from kvsieve.hf.model.context import context_of
 from kvsieve.hf.sieve import Sieve
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.pace import pause_within
 from kvsieve.serve.plan_sieves import PlanSieves

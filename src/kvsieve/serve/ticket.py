@@ -11,7 +11,7 @@ from kvsieve.decoding.asked import AnswerPart, Sampling
 from kvsieve.errors import KvsieveError
 from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.prompt.constraints import PromptConstraints
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 from kvsieve.serve.tools import CallForm
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsieve.errors import InputError
-from kvsieve.forms import CallArguments
-from kvsieve.turns import render
+from kvsieve.planning.forms import CallArguments
+from kvsieve.planning.turns import render
 
 # Hermes' and Qwen's way.
 MARK, _END = "<tool_call>", "</tool_call>"

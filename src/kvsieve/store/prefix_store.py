@@ -15,7 +15,7 @@ import numpy as np
 from kvsieve.errors import InputError, short
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.runtime import AttachedModel
-from kvsieve.quantities import parse_bytes
+from kvsieve.planning.quantities import parse_bytes
 from kvsieve.store.directory import name_of
 from kvsieve.store.held import beginning, hold, revived
 from kvsieve.store.identity import Identities

@@ -16,7 +16,7 @@ from kvsieve.hf.cache.states import CacheLayer
 from kvsieve.hf.prompt.chunks import keeps_to_chunks, shared_end
 from kvsieve.hf.reuse import acts_at_end, may_cut
 from kvsieve.hf.runtime import AttachedModel
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 
 Serves = Literal["beginning", "continuation", "conversation"]
 

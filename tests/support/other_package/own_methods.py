@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from kvsieve.budget import Budget
 from kvsieve.core.kv_rows import Choice, KVRows
-from kvsieve.registry import register_method
-from kvsieve.roles import Evictor, PageBudget, PagedReader
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.registry import register_method
+from kvsieve.planning.roles import Evictor, PageBudget, PagedReader
 from kvsieve.types import Selection
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvsieve.cache.tensors import storage_bytes
-from kvsieve.display import html_table, mebibytes, span
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
 from kvsieve.hf.cache.copies import Forked
 from kvsieve.hf.cache.crop import Undecided, take_back, why_not_candidates
@@ -22,6 +21,7 @@ from kvsieve.hf.cache.snapshot import Snapshot
 from kvsieve.hf.cache.states import CacheLayer
 from kvsieve.hf.compat import Cache
 from kvsieve.hf.kinds import describe_kinds, layer_kinds
+from kvsieve.report.display import html_table, mebibytes, span
 
 
 class SieveCache(Forked, Cache):

@@ -8,7 +8,7 @@ from typing import Protocol
 from kvsieve.errors import InputError, UnsupportedOptionError
 from kvsieve.hf.cache.records import Conversation
 from kvsieve.hf.cache.states import CacheLayer
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 
 _RECURRENT = "the model's recurrent layers do not go back to an earlier state"
 

@@ -16,7 +16,7 @@ from kvsieve.cache.tensors import tensors_in
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
 from kvsieve.hf.cache.any_layer import AnyLayer
 from kvsieve.hf.compat import CacheLayerMixin
-from kvsieve.roles import Codec
+from kvsieve.planning.roles import Codec
 from kvsieve.types import Selection
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 
 
 @dataclass(frozen=True, eq=False)

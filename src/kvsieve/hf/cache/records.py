@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kvsieve.hf.cache.row_ends import RowEnds
     from kvsieve.hf.cache.short_prompt import ShortPrompt
-    from kvsieve.protection import ProtectedTokens
+    from kvsieve.planning.protection import ProtectedTokens
 
 # Hidden states of a chunk that waits at the propagator's source layer, and what deeper layers are given with them.
 DeferredChunk = tuple[Tensor, ...]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvsieve.plans import Plan
-from kvsieve.protection import ProtectedTokens
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.protection import ProtectedTokens
 
 
 @dataclass(frozen=True)

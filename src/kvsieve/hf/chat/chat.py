@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvsieve.display import mebibytes
 from kvsieve.errors import CacheStateError, InputError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.copies import Forked
@@ -21,10 +20,11 @@ from kvsieve.hf.chat.worker import streamed
 from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.inputs import check_text
 from kvsieve.hf.kept import kept_of
+from kvsieve.hf.kept_tokens.kept import Kept
 from kvsieve.hf.persist.saved import understood
 from kvsieve.hf.reuse import PromptStore
-from kvsieve.kept.kept import Kept
-from kvsieve.turns import Message
+from kvsieve.planning.turns import Message
+from kvsieve.report.display import mebibytes
 
 _T = TypeVar("_T")
 

@@ -7,7 +7,7 @@ from typing import Any
 from kvsieve.errors import InputError, UnsupportedOptionError
 from kvsieve.hf.generate.config import check_config, check_single_answer, config_in_effect
 from kvsieve.hf.generate.options import check_values, refusal
-from kvsieve.turns import stop_ids
+from kvsieve.planning.turns import stop_ids
 
 _NOT_HERE = {
     "cache": "a chat has a cache of its own",

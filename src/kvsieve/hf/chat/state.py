@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvsieve.hf.cache.snapshot import Snapshot
 from kvsieve.hf.generate.stats import Decoding, Stats, Storage, Traffic
-from kvsieve.turns import Message
+from kvsieve.planning.turns import Message
 
 
 @dataclass(frozen=True)

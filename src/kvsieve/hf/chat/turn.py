@@ -20,8 +20,8 @@ from kvsieve.hf.chat.state import Reply, Transcript
 from kvsieve.hf.inputs import check_callable, check_text
 from kvsieve.hf.model.context import context_of
 from kvsieve.hf.reuse import PromptStore, ReadPrefix, StoredPrefixes, check_servable, check_store, unserved
-from kvsieve.segments import role_spans
-from kvsieve.turns import Turns, stop_ids
+from kvsieve.planning.segments import role_spans
+from kvsieve.planning.turns import Turns, stop_ids
 
 BREAK = "\n\n"
 

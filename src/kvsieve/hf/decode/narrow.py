@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from kvsieve.display import mebibytes
 from kvsieve.kernels.cpu import products as kernel
+from kvsieve.report.display import mebibytes
 
 # Products from which on a copy pays: making it takes the time of two or three.
 _AFTER = 4

@@ -10,7 +10,7 @@ from kvsieve.errors import CacheStateError, InputError, KvsieveWarning, Unsuppor
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.records import Turn
 from kvsieve.hf.forward.request import PassRequest
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 from kvsieve.types import Step
 
 # A plain call with fewer tokens than these, or than a plan looks back on, may not be meant as a prompt.

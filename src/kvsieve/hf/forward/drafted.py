@@ -8,7 +8,7 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.forward.evict import check_protected
 from kvsieve.hf.forward.request import ModelContext
 from kvsieve.hf.forward.travel import Tokens
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 from kvsieve.types import LayerContext, Selection, Step
 
 

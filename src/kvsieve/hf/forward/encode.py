@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import SieveLayer
-from kvsieve.plans import Plan
-from kvsieve.roles import ProbingEvictor
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.roles import ProbingEvictor
 from kvsieve.types import Step
 
 

@@ -14,10 +14,10 @@ from kvsieve.errors import PlanError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import SieveLayer
 from kvsieve.hf.forward.recent import aligned, stored_slots
-from kvsieve.plans import Plan
-from kvsieve.protection import lost
-from kvsieve.roles import Role
-from kvsieve.roles.codec import ASKED
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.protection import lost
+from kvsieve.planning.roles import Role
+from kvsieve.planning.roles.codec import ASKED
 from kvsieve.types import LayerContext, Selection, Step
 
 

@@ -12,7 +12,7 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.snapshot import Snapshot
 from kvsieve.hf.forward.request import PassResult
 from kvsieve.hf.forward.tentative import Transaction
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 
 # Runs a pass over ids [B, 1] with a mask of all columns, and computes logits of so many of its columns.
 FeedOne = Callable[[Tensor, Tensor | None, int], PassResult]

@@ -12,7 +12,7 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.forward.request import ModelContext, PassRequest
 from kvsieve.hf.forward.travel import Arguments, Tokens
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 from kvsieve.types import Selection, Step, When
 
 

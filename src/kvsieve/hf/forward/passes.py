@@ -23,7 +23,7 @@ from kvsieve.hf.forward.session import Session
 from kvsieve.hf.forward.transaction import AnswerSession, PassTransaction
 from kvsieve.hf.forward.travel import Tokens
 from kvsieve.kernels.cpu import cores
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 from kvsieve.types import Step
 
 _log = logging.getLogger(__name__)

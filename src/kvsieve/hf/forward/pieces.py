@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.forward.session import Session
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 from kvsieve.types import AttentionQueries
 
 # Chunks that a pass may take.

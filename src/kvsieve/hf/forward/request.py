@@ -13,7 +13,7 @@ from kvsieve.types import ALONE, LayerContext, ModelFacts, Ranks, Selection
 
 if TYPE_CHECKING:
     from kvsieve.hf.model.tables import RotaryTables
-    from kvsieve.plans import Plan
+    from kvsieve.planning.plans import Plan
 
 
 class StopForward(Exception):

@@ -18,7 +18,7 @@ from kvsieve.core.softmax import cap
 from kvsieve.errors import PlanError
 from kvsieve.hf.cache.counts import PromptBlocks
 from kvsieve.hf.cache.records import Turn
-from kvsieve.roles import SparsePrefill
+from kvsieve.planning.roles import SparsePrefill
 from kvsieve.types import AttentionQueries, Step
 
 # One query in so many is sampled to estimate the recall.

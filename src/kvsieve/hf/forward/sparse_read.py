@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvsieve.hf.cache.cache import SieveCache
     from kvsieve.hf.cache.counts import Reads
     from kvsieve.hf.cache.layer import SieveLayer
-    from kvsieve.roles import Reader
+    from kvsieve.planning.roles import Reader
 
 
 def read_token(

@@ -6,7 +6,7 @@ from collections import Counter
 
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.records import TurnRecord
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 
 _ALL_WENT_ON = "every token went through all layers: the prompt is not longer than what may propagate"
 # Told once in a conversation, at its first turn that goes on from what an earlier one has left.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.errors import InputError, short
-from kvsieve.turns import prompt_ids, stop_ids
+from kvsieve.planning.turns import prompt_ids, stop_ids
 
 Prompt = str | Sequence[Mapping[str, Any]]
 _DEFAULTS = {"max_new_tokens": 256, "chunk": 1024, "do_sample": False}

@@ -18,7 +18,7 @@ from kvsieve.hf.inputs import check_callable
 from kvsieve.hf.prompt.checks import check_chunk
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.runtime import AttachedModel
-from kvsieve.suggestions import did_you_mean
+from kvsieve.planning.suggestions import did_you_mean
 
 # Arguments of generate that a plan cannot honour; attributes of a configuration are in config.py.
 _REFUSED = {

@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from kvsieve.detokenize import text_of
-from kvsieve.display import html_table
 from kvsieve.errors import CacheStateError, InputError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.kept import kept_of
-from kvsieve.kept.kept import Kept
+from kvsieve.hf.kept_tokens.kept import Kept
+from kvsieve.report.display import html_table
 
 
 @dataclass(repr=False)

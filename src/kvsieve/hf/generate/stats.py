@@ -7,13 +7,13 @@ from typing import Any
 
 from kvsieve.attention.paged import compile_seconds
 from kvsieve.cache.tensors import storage_bytes
-from kvsieve.display import html_table, mebibytes, percent
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.counts import Passes, Reads
 from kvsieve.hf.decode.engine import Engine
 from kvsieve.hf.generate.acted import codec_text, entries_after_prompt, executors_of, prompt_blocks, what_ran
 from kvsieve.hf.kinds import describe_kinds
 from kvsieve.hf.runtime import AttachedModel
+from kvsieve.report.display import html_table, mebibytes, percent
 
 
 @dataclass(frozen=True)

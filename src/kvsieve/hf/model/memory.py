@@ -8,15 +8,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from kvsieve.budget import Budget
 from kvsieve.cache.contract import window_room
 from kvsieve.cache.lanes import LANES
 from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.hf.model.shapes import LayerShape, layer_shapes, meta_model
-from kvsieve.plans import Plan
-from kvsieve.quantities import format_bytes
-from kvsieve.roles import Codec, byte_budgets, with_entries
-from kvsieve.unset import SettledParameters
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.quantities import format_bytes
+from kvsieve.planning.roles import Codec, byte_budgets, with_entries
+from kvsieve.planning.unset import SettledParameters
 
 _INDEX_BYTES = _WIDE_BYTES = 4
 # Layers of the models seen so far, by their configurations.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.hf.compat import device_mesh, tensor_parallel_mesh, text_config
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 from kvsieve.types import ALONE, Ranks
 
 

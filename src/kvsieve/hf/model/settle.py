@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvsieve.plans import Plan
-from kvsieve.profiles import Fingerprint
-from kvsieve.settled import settled
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.profiles import Fingerprint
+from kvsieve.planning.settled import settled
 
 
 def plan_for(plan: Plan, model: Any, tokenizer: Any = None) -> Plan:

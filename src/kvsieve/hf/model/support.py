@@ -11,10 +11,10 @@ from kvsieve.hf.kinds import LayerKind, growing_layers, layer_kinds
 from kvsieve.hf.model.facts import Facts
 from kvsieve.hf.model.latent import candidates
 from kvsieve.hf.model.memory import shapes_of
-from kvsieve.plans import Plan
-from kvsieve.profiles import Fingerprint
-from kvsieve.registry import list_methods, method_info
-from kvsieve.roles import ChunkedEvictor, Codec
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.profiles import Fingerprint
+from kvsieve.planning.registry import list_methods, method_info
+from kvsieve.planning.roles import ChunkedEvictor, Codec
 
 # Fields of a decoder's config that announce something attention would have to honour, and why it cannot yet.
 _TELLING_FIELDS = {

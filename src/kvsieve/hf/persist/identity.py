@@ -13,7 +13,7 @@ from torch import Tensor
 from kvsieve.errors import CacheFileError
 from kvsieve.hf.persist.cache_file import as_bytes
 from kvsieve.hf.runtime import AttachedModel
-from kvsieve.profiles import Fingerprint
+from kvsieve.planning.profiles import Fingerprint
 
 # What decides where keys are turned to and how far a layer sees, and cannot be read from weights.
 _POSITIONS = ("rope_parameters", "layer_types", "sliding_window", "no_rope_layers", "attention_chunk_size")

@@ -17,8 +17,8 @@ from kvsieve.hf.cache.row_ends import RowEnds
 from kvsieve.hf.cache.short_prompt import ShortPrompt
 from kvsieve.hf.cache.states import CacheLayer
 from kvsieve.hf.persist.cache_file import DTYPES
-from kvsieve.plans import Plan
-from kvsieve.protection import ProtectedTokens
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.protection import ProtectedTokens
 
 _RECORDS: dict[str, Any] = {
     kind.__name__: kind

@@ -34,8 +34,8 @@ from kvsieve.hf.persist.cache_file import (
 from kvsieve.hf.persist.identity import as_json, check_model, check_plan, model_identity, vocabulary_hash
 from kvsieve.hf.persist.packing import Packer, packed_layer, unpacked
 from kvsieve.hf.runtime import AttachedModel
-from kvsieve.plans import Plan
-from kvsieve.roles import ChunkedEvictor
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.roles import ChunkedEvictor
 from kvsieve.version import __version__
 
 

@@ -20,9 +20,9 @@ from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.prompt.chunks import chunk_ends
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.runtime import AttachedModel
-from kvsieve.plans import Plan
-from kvsieve.protection import ProtectedTokens
-from kvsieve.roles import ChunkedEvictor
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.protection import ProtectedTokens
+from kvsieve.planning.roles import ChunkedEvictor
 from kvsieve.types import LayerContext, Selection
 
 

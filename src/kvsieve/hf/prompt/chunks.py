@@ -15,7 +15,7 @@ from kvsieve.hf.prompt.draft import drafted
 from kvsieve.hf.prompt.options import Progress, ReadOptions
 from kvsieve.hf.prompt.probe_passes import probe, tokens_to_probe
 from kvsieve.hf.runtime import AttachedModel
-from kvsieve.plans import Plan
+from kvsieve.planning.plans import Plan
 
 # A pass over a leading chunk of a prompt.
 BEGINNING = PassRequest(phase="prefill", last_chunk=False)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvsieve.errors import InputError, short
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.plans import Plan
-from kvsieve.protection import ProtectedTokens
-from kvsieve.segments import protected_columns, quota_columns, token_numbers
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.protection import ProtectedTokens
+from kvsieve.planning.segments import protected_columns, quota_columns, token_numbers
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.model.context import context_of
 from kvsieve.hf.runtime import AttachedModel
-from kvsieve.plans import Plan
-from kvsieve.roles import DraftPropagator, Loaded
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.roles import DraftPropagator, Loaded
 
 Spans = Sequence[tuple[int, int]]
 # Tokens before a token that are decoded with it to find its characters, where a text is not tokenized back.

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.prompt.constraints import PromptConstraints
-from kvsieve.roles import ProbingEvictor
+from kvsieve.planning.roles import ProbingEvictor
 from kvsieve.types import LayerContext, Selection
 
 Progress = Callable[[int, int], None]

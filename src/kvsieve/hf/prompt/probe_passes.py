@@ -18,8 +18,8 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.model.context import context_of
 from kvsieve.hf.runtime import AttachedModel
-from kvsieve.plans import Plan
-from kvsieve.roles import Evictor, Observe, ProbingEvictor
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.roles import Evictor, Observe, ProbingEvictor
 
 
 class _CacheBranch:

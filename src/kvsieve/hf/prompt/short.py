@@ -19,9 +19,9 @@ from kvsieve.hf.prompt.chunks import read_chunks
 from kvsieve.hf.prompt.options import ReadOptions, shifted
 from kvsieve.hf.prompt.two_pass import choose
 from kvsieve.hf.runtime import AttachedModel
-from kvsieve.plans import Plan
-from kvsieve.protection import ProtectedTokens
-from kvsieve.roles import ChunkedEvictor
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.protection import ProtectedTokens
+from kvsieve.planning.roles import ChunkedEvictor
 
 _IDLE = "every token was read again: the prompt is not longer than what may be kept"
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from kvsieve.hf.prompt.chunks import read_chunks
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.runtime import AttachedModel
-from kvsieve.plans import Plan
-from kvsieve.protection import ProtectedTokens
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.protection import ProtectedTokens
 from kvsieve.types import Selection
 
 

@@ -1,0 +1,1 @@
+"""Measuring: evaluation, tasks, benchmarks, calibration, advice, clients."""

@@ -1,0 +1,114 @@
+"""Roofline: the machine's rates, measured with the model's weights, and the least time of a prompt and a token."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvsieve.hf.compat import decoder_of, layers_of
+from kvsieve.kernels.cpu import products
+from kvsieve.lab.bench.geometry import Geometry
+
+# Weights read in one go, beyond the size of caches; and rows of a large product.
+READ_BYTES = 2**29
+ROWS = {"cpu": 2048, "cuda": 8192}
+LEAST_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates that a machine reaches, each the best of several.
+
+    Attributes:
+        bandwidth: bytes/s of matrix-vector products over more of the model's weights than caches hold.
+        matmul: FLOP/s of products of many tokens with a decoder layer's weights.
+    """
+
+    bandwidth: float
+    matmul: float
+
+    def prefill_seconds(self, flops: float) -> float:
+        return flops / self.matmul
+
+    def decode_seconds(self, geometry: Geometry, rows: int, kv_bytes: float, element_bytes: int) -> float:
+        """Return the seconds per token of each row, if `kv_bytes` are read for it in all."""
+        return (geometry.weights_read(rows) * element_bytes + kv_bytes) / self.bandwidth
+
+    def best(self, other: Rates) -> Rates:
+        """Return the larger of each rate, since both were reached."""
+        return Rates(max(self.bandwidth, other.bandwidth), max(self.matmul, other.matmul))
+
+    def to_dict(self) -> dict[str, float]:
+        return {"bandwidth_gb_per_s": self.bandwidth / 1e9, "matmul_tflops": self.matmul / 1e12}
+
+
+@torch.no_grad()
+def measure_rates(model: Any) -> Rates:
+    """Measure on the model's device, in its dtype, with its threads."""
+    layers = [w for layer in layers_of(decoder_of(model)) or () for w in layer.parameters() if w.ndim == 2]
+    head = model.get_output_embeddings()
+    weights = layers if head is None else [*layers, head.weight]
+    own = sum(weight.nbytes for weight in weights)
+    copies = [torch.clone(weight) for _ in range(math.ceil(READ_BYTES / own) - 1) for weight in weights]
+    everything = [*weights, *copies]
+    vectors = {weight.shape[1]: torch.randn(1, weight.shape[1]).to(weight) for weight in weights}
+    seconds = min(_best_seconds(read, weights[0]) for read in _readings(everything, vectors))
+    bandwidth = sum(weight.nbytes for weight in everything) / seconds
+    everything.clear()
+    copies.clear()
+    shapes = Counter(weight.shape for weight in layers)
+    weight_of = {weight.shape: weight for weight in layers}
+    size = ROWS[model.device.type] if model.device.type in ROWS else ROWS["cpu"]
+    flops = seconds = 0.0
+    for shape, count in shapes.items():
+        tokens = torch.randn(size, shape[1]).to(weight_of[shape])
+        took = _best_seconds(lambda x=tokens, w=weight_of[shape]: functional.linear(x, w), tokens)
+        flops += count * 2 * size * shape.numel()
+        seconds += count * took
+    return Rates(bandwidth, flops / seconds)
+
+
+def _readings(weights: list[Tensor], vectors: dict[int, Tensor]) -> list[Callable[[], None]]:
+    """Return functions that multiply every weight with a vector: torch's, and the C kernel if the CPU has it."""
+
+    def by_torch() -> None:
+        for weight in weights:
+            functional.linear(vectors[weight.shape[1]], weight)
+
+    first = weights[0]
+    if first.is_cuda or first.dtype not in products.MOST_ROWS or products.built().loaded is None:
+        return [by_torch]
+    wrapped = [products.Weight(weight.contiguous(), None) for weight in weights]
+
+    def in_c() -> None:
+        for weight in wrapped:
+            products.multiply(vectors[weight.weight.shape[1]], weight)
+
+    return [by_torch, in_c]
+
+
+def _best_seconds(run: Any, on: Tensor) -> float:
+    """Return the least of at least three runs, after a warm-up."""
+    run()
+    best, spent, runs = math.inf, 0.0, 0
+    while runs < 3 or (spent < LEAST_SECONDS and runs < 50):
+        _wait(on)
+        began = time.perf_counter()
+        run()
+        _wait(on)
+        took = time.perf_counter() - began
+        best, spent, runs = min(best, took), spent + took, runs + 1
+    return best
+
+
+def _wait(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)

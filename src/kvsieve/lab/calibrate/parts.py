@@ -1,0 +1,283 @@
+"""The parts of a calibration, measured one after another on prompts that are prefilled once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.lab.calibrate import distances, pooling, ranks
+from kvsieve.lab.calibrate.filters import QuerySums, correlation
+from kvsieve.lab.calibrate.heads import RetrievalScores, kept_by_streaming
+from kvsieve.lab.calibrate.options import ANSWER, BEGINNING, Options
+from kvsieve.lab.calibrate.prompts import Prompt
+from kvsieve.lab.calibrate.reading import following, greedy, read
+from kvsieve.methods import SnapKV
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.profiles import Fingerprint, numbers
+from kvsieve.planning.registry import list_methods, method_info
+from kvsieve.shared.prompt import read_shared
+from kvsieve.types import LayerContext
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass
+class ReferenceAnswer:
+    """Full KV's answer to a prompt, its log-probabilities, and the window's final hidden states, for later parts."""
+
+    ids: Tensor
+    answer: Tensor
+    truth: Tensor
+    name: str
+    hidden: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+@dataclass
+class Parts:
+    """Parts of a calibration, measured one after another into `measured`."""
+
+    model: Any
+    options: Options
+    fingerprint: Fingerprint
+    progress: Progress | None
+    measured: dict[str, Any] = field(default_factory=dict)
+    heads: Any = None
+    q_filters: Any = None
+    done: int = 0
+    total: int = 0
+
+    def everything(self, prompts: Sequence[Prompt], held_out: Prompt, stops: Collection[int]) -> None:
+        parts, layers = self.options.parts, self.fingerprint.layers
+        found, why_not = distances.candidates(self.model, layers, self.options.tsp_rate, self.options.max_layer)
+        propagates = [part for part in ("tsp", "asl") if part in parts]
+        if propagates and not found:
+            # All other parts can still be measured.
+            self.measured["left_out"] = {part: why_not for part in propagates}
+            propagates = []
+        if "asl" in propagates and layers < 4:
+            self.measured["left_out"] = {"asl": f"it has too few layers ({layers})"}
+            propagates.remove("asl")
+        per_prompt = (
+            2 + ("pooling" in parts) + ("answers" in parts) + ("asl" in propagates) + len(found) * ("tsp" in propagates)
+        )
+        self.total = len(prompts) * per_prompt + ("q_filters" in parts)
+        references = self._pooling(prompts, stops)
+        if "answers" in parts:
+            self._answers(references)
+        self._queries(references, held_out)
+        layer = self._tsp(references, found) if "tsp" in propagates else None
+        if "asl" in propagates:
+            self._asl(references, layer)
+
+    @property
+    def pooled(self) -> SnapKV:
+        """SnapKV with the chosen window and pooling, or its defaults if that part was not requested."""
+        chosen = self.measured.get("pooling", {})
+        given = {name: chosen[name] for name in ("window", "kernel", "pooling") if name in chosen}
+        return SnapKV(budget=Budget(ratio=0.5), **given)
+
+    def _step(self, what: str) -> None:
+        if self.progress is not None:
+            self.progress(self.done, self.total, what)
+        self.done += 1
+
+    def _pooling(self, prompts: Sequence[Prompt], stops: Collection[int]) -> list[ReferenceAnswer]:
+        """Prefill every prompt once under full KV, and compare SnapKV's settings on it."""
+        wanted = "pooling" in self.options.parts
+        evictors = pooling.settings(self.options, min(each.ids.shape[1] for each in prompts)) if wanted else []
+        window = max((each.window for each in evictors), default=1)
+        references, found = [], []
+        for prompt in prompts:
+            self._step("reading prompts")
+            shared = read_shared(self.model, None, prompt.ids, torch.ones_like(prompt.ids), window=window)
+            answer = prompt.answer
+            if answer is None:
+                answer = greedy(self.model, shared.cache, shared.logits, stops, ANSWER)
+            truth = following(self.model, shared.reduced(None), answer)
+            references.append(ReferenceAnswer(prompt.ids, answer, truth, prompt.name))
+            if wanted:
+                self._step("comparing windows and kernels")
+                found.append(pooling.distances(self.model, shared, evictors, answer))
+        if wanted:
+            kl = [sum(column) / len(column) for column in zip(*found, strict=True)]
+            chosen = pooling.choose(evictors, kl)
+            best = evictors[chosen]
+            grid = [
+                {"window": each.window, "pooling": each.pooling, "kernel": each.kernel, "kl": _short(value)}
+                for each, value in zip(evictors, kl, strict=True)
+            ]
+            self.measured["pooling"] = {
+                **{name: getattr(best, name) for name in ("window", "kernel", "pooling")},
+                "budget": str(self.options.budget),
+                "kl": _short(kl[chosen]),
+                "grid": grid,
+            }
+        return references
+
+    def _answers(self, references: Sequence[ReferenceAnswer]) -> None:
+        """Find the smallest budget from which SnapKV, as chosen, gives full KV's answer, token by token."""
+        budgets, pooled, found = self.options.budgets, self.pooled, []
+        for reference in references:
+            self._step("testing answers")
+            ids, length = reference.ids, reference.ids.shape[1]
+            tested = [each for each in budgets if pooled.window < Budget.parse(each).entries(length)]
+            evictors = [replace(pooled, budget=Budget.parse(each)) for each in tested]
+            shared = read_shared(self.model, None, ids, torch.ones_like(ids), window=pooled.window)
+            same = pooling.agreement(self.model, shared, evictors, reference.answer)
+            wrong = max((index for index, share in enumerate(same) if share < 1), default=-1)
+            found.append(
+                {
+                    "task": reference.name,
+                    "prompt": length,
+                    "tokens": reference.answer.shape[1],
+                    "same": dict(zip(tested, map(_short, same), strict=True)),
+                    "from": tested[wrong + 1] if wrong + 1 < len(tested) else None,
+                }
+            )
+        self.measured["answers"] = {"budgets": list(budgets), "prompts": found}
+
+    def _queries(self, references: Sequence[ReferenceAnswer], held_out: Prompt) -> None:
+        """Run prompts with their answers and collect the queries of every layer."""
+        sums, scores = QuerySums(), RetrievalScores()
+        wants_heads, wants_filters = ("heads" in self.options.parts), ("q_filters" in self.options.parts)
+        for reference in references:
+            self._step("reading queries")
+
+            given, answer = reference.ids, reference.answer[:, :BEGINNING]
+
+            def see(ctx: LayerContext, given: Tensor = given, answer: Tensor = answer) -> None:
+                if wants_filters:
+                    sums.see(ctx)
+                if wants_heads:
+                    scores.see(ctx, given, answer)
+
+            ids = torch.cat([given, answer[:, :-1]], 1)
+            hidden, _ = read(self.model, Plan(), ids, see)
+            prompt = reference.ids.shape[1]
+            reference.hidden = hidden[:, max(0, prompt - self.pooled.window) : prompt]
+            scores.prompts += 1
+        shape = self.fingerprint
+        if wants_heads:
+            self.heads = numbers(scores.result(scores.scores, shape.layers, shape.kv_heads), 2)
+            sinks, recent = kept_by_streaming(min(each.ids.shape[1] for each in references))
+            flat = sorted(score for each in self.heads for score in each)
+            self.measured["heads"] = {
+                "sinks": sinks,
+                "recent": recent,
+                "median": flat[len(flat) // 2],
+                "highest": flat[-1],
+                "beyond": scores.result(scores.beyond, shape.layers, shape.kv_heads),
+            }
+        if wants_filters:
+            made = sums.result(shape.layers, shape.kv_heads, shape.head_dim)
+            self.q_filters = numbers([[[round(v, 4) for v in head] for head in each.tolist()] for each in made], 3)
+            self._check_filters(made, held_out)
+
+    def _check_filters(self, made: Sequence[Tensor], held_out: Prompt) -> None:
+        self._step("checking filters")
+        found: dict[int, list[float]] = {}
+
+        def see(ctx: LayerContext) -> None:
+            found[ctx.layer_idx] = correlation(ctx, made[ctx.layer_idx])
+
+        read(self.model, Plan(), held_out.ids, see)
+        flat = [value for each in found.values() for value in each]
+        self.measured["q_filters"] = {
+            "correlation": round(sum(flat) / max(len(flat), 1), 3),
+            "negative": f"{sum(value < 0 for value in flat)} of {len(flat)}",
+            "correlations": [[round(v, 3) for v in found.get(layer, [])] for layer in range(self.fingerprint.layers)],
+        }
+
+    def _tsp(self, references: Sequence[ReferenceAnswer], found: Sequence[int]) -> int:
+        rate, pooled = self.options.tsp_rate, self.pooled
+        means, worst = [], []
+        every = self.options.every_layer
+        for layer in found if every else found[::-1]:
+            each = []
+            for reference in references:
+                self._step(f"dropping tokens after layer {layer}")
+                given = (reference.hidden, reference.answer, reference.truth)
+                each.append(distances.distance(self.model, reference.ids, layer, rate, pooled, *given))
+            means.append(distances.mean(each))
+            worst.append(max(one.relative for one in each))
+            if not every and not distances.is_near(means[-1], self.options.tolerance):
+                break
+        self.total -= (len(found) - len(means)) * len(references)
+        if not every:
+            found, means, worst = found[-len(means) :], means[::-1], worst[::-1]
+        index, settled = distances.choose_layer(means, self.options.rule, self.options.tolerance)
+        tolerance = self.options.tolerance
+        if tolerance is None:
+            tolerance = distances.TOLERANCE if self.options.rule == "settled" else 0.0
+        self.measured["tsp"] = {
+            "layer": found[index],
+            "rule": self.options.rule,
+            "tolerance": tolerance,
+            "settled": settled,
+            "rate": str(rate),
+            "window": pooled.window,
+            "kernel": pooled.kernel,
+            "pooling": pooled.pooling,
+            "layers": list(found),
+            "distance": [_short(each.last) for each in means],
+            "distance_window": [_short(each.window) for each in means],
+            "relative": [_short(each.relative) for each in means],
+            "relative_worst": [_short(each) for each in worst],
+            "kl": [_short(each.kl) for each in means],
+        }
+        return found[index]
+
+    def _asl(self, references: Sequence[ReferenceAnswer], layer: int | None) -> None:
+        observed = ranks.observed_layers(self.fingerprint.layers)
+        start, rate, window = observed - 1, self.options.tsp_rate, self.pooled.window
+        lengths = [each.ids.shape[1] for each in references]
+        if not all(window < rate.entries(length) < length for length in lengths):  # type: ignore[union-attr]
+            reason = f"a rate of {rate} and a window of {window} leave nothing to rank"
+            self.measured.setdefault("left_out", {})["asl"] = reason
+            return
+        traces = []
+        for reference in references:
+            self._step("following ranks")
+            traces.append(ranks.trace(self.model, reference.ids, rate, self.pooled, observed))
+        if layer is None:
+            layer = max(start, self.fingerprint.layers // 3)
+        best = ranks.recommend(traces, start, layer)
+        self.measured["asl"] = {
+            "first": best.first,
+            "tau": best.tau,
+            "observed": observed,
+            "not_before": layer,
+            "adapts": best.adapts,
+            "selects_at": best.layers,
+            "first_of_trace": start,
+            "variance": [[_short(value) for value in each] for each in traces],
+        }
+
+    def parameters(self) -> dict[str, dict[str, Any]]:
+        """Return the parameters found for each method; the pooling applies to all that pool a window's attention."""
+        chosen = {name: getattr(self.pooled, name) for name in ("window", "kernel", "pooling")}
+        found: dict[str, dict[str, Any]] = {}
+        if "pooling" in self.measured:
+            # A method with its own window, such as RocketKV's first stage, keeps it.
+            takers = (method_info(name) for name in list_methods())
+            found = {
+                info.name: dict(chosen)
+                for info in takers
+                if info.derive is not None and chosen.keys() <= info.parameters.keys()
+            }
+        if "tsp" in self.measured:
+            rate = str(self.options.tsp_rate)
+            for name in ("fastkv", "claa", "staged"):
+                found[name] = {"tsp_layer": self.measured["tsp"]["layer"], "tsp_rate": rate, **chosen}
+        if "asl" in self.measured:
+            found["asl"] = {**{name: self.measured["asl"][name] for name in ("first", "tau", "observed")}, **chosen}
+        return found
+
+
+def _short(value: float) -> float | None:
+    return float(f"{value:.4g}") if abs(value) < float("inf") else None

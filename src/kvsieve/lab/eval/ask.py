@@ -1,0 +1,288 @@
+"""Questions about one document, each answered under several methods; the document is prefilled once."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.decoding.asked import AnswerPart
+from kvsieve.errors import InputError
+from kvsieve.hf.attach import attached
+from kvsieve.hf.generate.acted import entries_after_prompt, what_ran
+from kvsieve.hf.model.context import context_of
+from kvsieve.hf.model.support import check_model
+from kvsieve.hf.reuse import PromptStore, check_plans, check_servable, check_store
+from kvsieve.lab.eval.evaluator import Evaluator
+from kvsieve.lab.eval.reading import DocumentReader
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.turns import prompt_ids
+
+# Last tokens of a document that are prefilled with each question.
+_SPLIT = 8
+# Words of two answers that are shown from where they differ.
+_WORDS = 4
+
+
+@dataclass(frozen=True)
+class DocumentAnswer:
+    """Answer to one question under one method.
+
+    Attributes:
+        question: index of the question.
+        method: label of the method.
+        text: the answer.
+        tokens: ids of its tokens, without the end token.
+        first_token_s: seconds from the question to the first token; the document had been prefilled before, for methods
+            that share its prefill.
+        per_token_s: seconds per token after the first; None for an answer of one token.
+        kv_bytes: bytes of the KV cache once the prompt was complete.
+        kv_entries: entries per layer and KV head then, on average over the layers.
+        prompt_tokens: tokens of document and question.
+        applied: True if every role of the plan acted.
+        notes: what did not go as asked.
+    """
+
+    question: int
+    method: str
+    text: str
+    tokens: list[int]
+    first_token_s: float
+    per_token_s: float | None
+    kv_bytes: int
+    kv_entries: float
+    prompt_tokens: int
+    applied: bool
+    notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON-ready values."""
+        return asdict(self)
+
+
+class Asker:
+    """Answers questions about a document under several methods, greedily.
+
+    Attributes:
+        plans: plans by label, with every parameter set; full KV comes first.
+        document_tokens: tokens of the prompt up to the question.
+        stored_tokens: those of them that came from the store.
+        prefill_s: seconds that prefilling the document took, once, for all methods.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        document: str,
+        plans: Mapping[str, Plan],
+        *,
+        system: str | None = None,
+        chunk: int | None = 1024,
+        max_new_tokens: int = 256,
+        store: PromptStore | None = None,
+    ) -> None:
+        """Check that the model can run every plan.
+
+        Args:
+            model: a transformers model.
+            tokenizer: its tokenizer.
+            document: text that the questions are about.
+            plans: plans by label; the first one is the reference, full KV.
+            system: system prompt; None for none.
+            chunk: prompt tokens per forward pass; None for all at once.
+            max_new_tokens: longest answer, in tokens.
+            store: kvsieve.store.PrefixStore, which has the document or is given it; None for none.
+
+        Raises:
+            UnsupportedModelError, PlanError: the model cannot run one of the plans.
+            InputError: the store cannot serve the model or a plan.
+        """
+        self.model, self.document, self.system, self.limit = model, document, system, max_new_tokens
+        self._evaluator = Evaluator(model, tokenizer, chunk=chunk)
+        check_store(store)
+        if store is not None:
+            check_plans(plans.values())
+            with attached(model, Plan()) as sieve:
+                check_servable(sieve, {})
+        # Room that is not needed would count as memory of full KV.
+        self._evaluator.documents = DocumentReader(model, chunk, store, tokenizer, room=0)
+        self.plans = {label: plan.for_model(model, tokenizer) for label, plan in plans.items()}
+        for plan in self.plans.values():
+            check_model(model, plan)
+        # The tokens that prompts about the document share; a question may change how its last few are split.
+        one, other = self._ids("?"), self._ids("Why")
+        pairs = enumerate(zip(one, other, strict=False))
+        same = next((at for at, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
+        self._shared = one[: max(same - _SPLIT, 1)]
+        self.document_tokens, self.stored_tokens = len(self._shared), 0
+        self.prefill_s = 0.0
+
+    def check(self, questions: Sequence[str]) -> None:
+        """Raise InputError for a question that does not fit into the model's context behind the document."""
+        context = context_of(self.model.config)
+        for question in questions:
+            size = len(self._ids(question))
+            if context is not None and size + 1 > context:
+                raise InputError(
+                    f"document and question have {size:,} tokens, the model's context ends at {context:,}: shorten the "
+                    f"document, or ask about a part of it ({question[:60]!r})"
+                )
+
+    def prefill(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Prefill the document for all plans; progress is called with (tokens done, tokens in all)."""
+        began = time.perf_counter()
+        documents = self._evaluator.documents
+        documents.open(list(self.plans.values()), self._tensor(self._shared), progress)
+        self.stored_tokens = 0 if documents.prefix is None else documents.prefix.stored
+        self.prefill_s = time.perf_counter() - began
+
+    def ask(
+        self, question: str, number: int = 0, shown: Callable[[str, str], None] | None = None
+    ) -> list[DocumentAnswer]:
+        """Answer one question under every plan, in their order.
+
+        Args:
+            question: text behind the document and a blank line.
+            number: index of the question.
+            shown: called with a label and each piece of text as it is generated.
+        """
+        evaluator = self._evaluator
+        ids, answers, size = self._ids(question), list[DocumentAnswer](), len(self._shared)
+        while ids[:size] != self._shared[:size]:
+            size -= 1
+        context, asked = self._tensor(ids[:size]), self._tensor(ids[size:])
+        for at, (label, plan) in enumerate(self.plans.items()):
+            began = time.perf_counter()
+            (state,) = evaluator.documents.after_prompt(
+                list(self.plans.values()), context, asked, self.limit, only=[at]
+            )
+
+            def tell(part: AnswerPart, label: str = label) -> None:
+                if part.text and shown is not None:
+                    shown(label, part.text)
+
+            applied, notes = what_ran(plan, state.cache)
+            notes += evaluator.documents.notes(plan)
+            kept, _ = entries_after_prompt(state.cache)
+            held = state.cache.nbytes()
+            (answer,) = evaluator.decode(state, self.limit, tell)
+            stops, times = evaluator.prompter.stops, answer.times
+            answers.append(
+                DocumentAnswer(
+                    question=number,
+                    method=label,
+                    text=answer.text.strip(),
+                    tokens=[token for token in answer.tokens if token not in stops],
+                    first_token_s=times[0] - began,
+                    per_token_s=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
+                    kv_bytes=held,
+                    kv_entries=sum(kept) / max(len(kept), 1),
+                    prompt_tokens=len(ids),
+                    applied=applied,
+                    notes=notes,
+                )
+            )
+        return answers
+
+    def _ids(self, question: str) -> list[int]:
+        """Return the prompt that asks a question, as `kvsieve run --question` does."""
+        user = {"role": "user", "content": f"{self.document.rstrip()}\n\n{question}"}
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return prompt_ids(self._evaluator.prompter.tokenizer, [*system, user])
+
+    def _tensor(self, ids: list[int]) -> Tensor:
+        return torch.tensor([ids], dtype=torch.int64, device=self.model.device)
+
+
+def differs_at(reference: Sequence[int], other: Sequence[int]) -> int | None:
+    """Return the number of the first token (from 1) at which two answers differ, None where they are equal."""
+    pairs = enumerate(itertools.zip_longest(reference, other), 1)
+    return next((at for at, (one, two) in pairs if one != two), None)
+
+
+def differing_words(reference: DocumentAnswer, other: DocumentAnswer) -> tuple[str, str]:
+    """Return the first few words of both answers from the word in which they differ."""
+    ours, theirs = other.text.split(), reference.text.split()
+    at = next((at for at, (one, two) in enumerate(zip(ours, theirs, strict=False)) if one != two), None)
+    at = min(len(ours), len(theirs)) if at is None else at
+    return " ".join(theirs[at : at + _WORDS]) or "(end)", " ".join(ours[at : at + _WORDS]) or "(end)"
+
+
+@dataclass(frozen=True)
+class MethodSummary:
+    """Summary of one method over all questions.
+
+    Attributes:
+        method: label.
+        same: answers that are token for token those of full KV.
+        questions: answers in all.
+        kv_bytes: most bytes of the KV cache once a prompt was complete.
+        kv_share: kv_bytes over those of full KV.
+        first_token_s: median seconds from a question to its first token.
+        per_token_s: median seconds per token; None where no answer had two.
+        applied: True if every role of the plan acted on every prompt.
+    """
+
+    method: str
+    same: int
+    questions: int
+    kv_bytes: int
+    kv_share: float
+    first_token_s: float
+    per_token_s: float | None
+    applied: bool
+
+
+def summarise(answers: Sequence[DocumentAnswer]) -> list[MethodSummary]:
+    """Return a summary of each method, in order; the first method is the reference."""
+    by_method: dict[str, list[DocumentAnswer]] = {}
+    for answer in answers:
+        by_method.setdefault(answer.method, []).append(answer)
+    reference = next(iter(by_method.values()), [])
+    found = []
+    for label, mine in by_method.items():
+        speeds = [each.per_token_s for each in mine if each.per_token_s is not None]
+        most = max(each.kv_bytes for each in mine)
+        found.append(
+            MethodSummary(
+                label,
+                sum(one.tokens == each.tokens for one, each in zip(reference, mine, strict=True)),
+                len(mine),
+                most,
+                most / max(each.kv_bytes for each in reference),
+                _median([each.first_token_s for each in mine]),
+                _median(speeds) if speeds else None,
+                all(each.applied for each in mine),
+            )
+        )
+    return found
+
+
+def advice(summaries: Sequence[MethodSummary]) -> str:
+    """Return one sentence: on how many questions each method differs from full KV, and the smallest that does not."""
+    reference, *others = summaries
+    if not others:
+        return "Only full KV was asked: name other methods to compare."
+    total = reference.questions
+    parts = [f"{each.method} differs from full KV on {each.questions - each.same} of {total}" for each in others]
+    equal = [each for each in others if each.same == total and each.applied]
+    least = min(equal, key=lambda each: each.kv_bytes, default=None)
+    if not any(each.applied for each in others):
+        end = "no method acted on every prompt: what is kept whole is full KV. Ask about more text, or set floor=0."
+    elif least is None:
+        end = "none gives every answer of full KV: try a larger budget, or keep full KV."
+    elif least.kv_bytes >= reference.kv_bytes:
+        end = f"{least.method} gives every answer of full KV, and takes as much memory."
+    else:
+        end = f"{least.method} gives every answer of full KV with {least.kv_share:.0%} of its memory."
+    return f"{'; '.join(parts)}. {end[0].upper()}{end[1:]}"
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(torch.tensor(sorted(values), dtype=torch.float64).quantile(0.5))

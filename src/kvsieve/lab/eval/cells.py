@@ -1,0 +1,152 @@
+"""Settings of an evaluation: methods crossed with budgets, and where they differ by more than the method."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvsieve.errors import KvsieveWarning, PlanError
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.loading import BUILT_IN, REGISTERED, canonical
+from kvsieve.planning.named import plan_without_floor
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.registry import method_info
+from kvsieve.planning.settled import all_parameters, label_parameters
+from kvsieve.report.labels import FULL
+
+# Parameters that come with a model or a paper, and that decide more than many a method does.
+COMPARED = ("window", "kernel", "pooling")
+
+
+@dataclass(frozen=True)
+class MethodSetting:
+    """One method at one budget.
+
+    label: the method and the parameters that were given, the budget apart: "snapkv kernel=21 codec=kivi:bits=4";
+    for_model adds what came with the model. budget: as text, None for a method without one. parameters: all of them,
+    JSON-ready.
+    """
+
+    method: str
+    label: str
+    budget: str | None
+    parameters: dict[str, Any]
+    plan: Plan
+    given: dict[str, Any] = field(default_factory=dict)
+
+    def for_model(self, model: Any, tokenizer: Any = None) -> MethodSetting:
+        """This setting with nothing left open, in plan, parameters and label; see Plan.for_model. Raises PlanError."""
+        return _setting(self.method, self.given, self.plan.for_model(model, tokenizer))
+
+    def described(self) -> dict[str, Any]:
+        """Describe it for a results directory."""
+        names = ("label", "budget", "method", "parameters")
+        paper = {"paper": True} if self.given.get("paper") else {}
+        return {**{name: getattr(self, name) for name in names}, **paper}
+
+
+def setting(method: str, given: dict[str, Any]) -> MethodSetting:
+    """Make a setting, whose shares have no floor unless `given` says so: short prompts are to show what a method drops.
+
+    Raises PlanError.
+    """
+    return _setting(method_info(method).name, given, plan_without_floor(method, **given))
+
+
+def _setting(method: str, given: dict[str, Any], made: Plan) -> MethodSetting:
+    shown = all_parameters(method, {"floor": 0, **given}, made.filled)
+    if not shown["floor"]:
+        del shown["floor"]
+    if "budget" in shown:
+        shown["budget"] = str(Budget.parse(shown["budget"]))
+    named = " ".join(
+        f"{name}={value}" for name, value in label_parameters(method, given, made.filled).items() if name != "budget"
+    )
+    label = f"{method} {named}".strip()
+    return MethodSetting(method, label, shown.get("budget"), shown, dataclasses.replace(made, name=label), given)
+
+
+def settings(methods: Sequence[tuple[str, dict[str, Any]]], budgets: Sequence[str]) -> list[MethodSetting]:
+    """Full KV first, whether it is named or not, then each budget with all methods.
+
+    methods: names and given parameters. A method that takes a budget and was given none runs at each of `budgets` (at
+    its default without any). Raises PlanError, also for a setting that is named twice.
+    """
+    out = [setting(FULL, {})]
+    asked: Sequence[str | None] = budgets or [None]
+    for budget in asked:
+        for method, given in methods:
+            info = method_info(method)
+            if info.name == FULL and not (given.get("codec") or given.get("prefill")):
+                continue
+            takes = "budget" in info.parameters and "budget" not in given
+            one = setting(method, {**given, "budget": budget} if takes and budget is not None else given)
+            if not takes and one in out and budget != asked[0]:
+                continue
+            # With `paper` and without, a label is the same until the model is known.
+            _check_new(one, out, lambda each: (each.label, each.budget, each.given.get("paper", False)))
+            out.append(one)
+    return out
+
+
+def on_model(settings: Sequence[MethodSetting], model: Any, tokenizer: Any = None) -> list[MethodSetting]:
+    """Settings with nothing left open. Raises PlanError, also for two that have become one."""
+    out: list[MethodSetting] = []
+    for each in settings:
+        one = each.for_model(model, tokenizer)
+        _check_new(one, out, lambda each: (each.label, each.budget))
+        out.append(one)
+    return out
+
+
+def _check_new(one: MethodSetting, others: Sequence[MethodSetting], identity: Callable[[MethodSetting], Any]) -> None:
+    if any(identity(one) == identity(other) for other in others):
+        raise PlanError(f"{one.label!r} at a budget of {one.budget} is named twice; name each setting once")
+
+
+def warn_unlike(settings: Sequence[MethodSetting]) -> None:
+    """Warn (KvsieveWarning) where compared methods run with unlike settings."""
+    found = unlike_settings(settings)
+    if found:
+        warnings.warn(
+            f"compared methods run with unlike settings: {'; '.join(found)}; give both the same values where only the "
+            "methods should differ",
+            KvsieveWarning,
+            stacklevel=2,
+        )
+
+
+def unlike_settings(settings: Sequence[MethodSetting]) -> list[str]:
+    """Return a clause for each parameter in which a method has no value in common with the first one.
+
+    Two methods of kvsieve that both have their own defaults, or what came with the model, differ by design and are
+    left out.
+    """
+    methods: dict[str, list[MethodSetting]] = {}
+    for each in settings:
+        if each.plan.roles:
+            methods.setdefault(each.method, []).append(each)
+    found = []
+    first = next(iter(methods), "")
+    for method, own in methods.items():
+        for name in COMPARED:
+            here, there = (parameter_values([each.parameters for each in some], name) for some in (methods[first], own))
+            chosen = any(_is_chosen(each, name) for each in (*methods[first], *own))
+            if chosen and here and there and not set(here) & set(there):
+                found.append(f"{name} is {' or '.join(here)} in {first} and {' or '.join(there)} in {method}")
+    return found
+
+
+def parameter_values(parameters: Iterable[Mapping[str, Any]], name: str) -> list[str]:
+    """Return the values that a parameter, or that of a wrapper's base, has among those of several settings."""
+    found = (each.get(name, each.get(f"base.{name}")) for each in parameters)
+    return list(dict.fromkeys(str(value) for value in found if value is not None))
+
+
+def _is_chosen(setting: MethodSetting, name: str) -> bool:
+    """Tell whether a value was given, came with ``paper=True``, or is of a method that is not kvsieve's."""
+    ours = REGISTERED.get(canonical(setting.method), "").startswith(BUILT_IN)
+    return not ours or name in setting.given or bool(setting.given.get("paper"))

@@ -1,0 +1,105 @@
+"""The report of several results directories: models and machines side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from kvsieve.lab.eval.aggregate import Cell
+from kvsieve.lab.eval.comparison import Compared, comparison_tables
+from kvsieve.lab.eval.plots_frontier import frontiers
+from kvsieve.lab.eval.report import (
+    DIFFERENCES,
+    FORMATS,
+    GLOSSARY,
+    check_formats,
+    differences_section,
+    markdown_tables,
+    unfolding,
+    write_all,
+)
+from kvsieve.lab.eval.rows import cut_documents
+from kvsieve.lab.eval.tables import bounds, make_tables, plus_minus
+from kvsieve.report import html as h
+from kvsieve.report.pictures import Picture
+from kvsieve.report.tables import Entry, Table
+
+TITLE = "kvsieve evaluations compared"
+_GUIDE = (
+    "Every model is compared with its own full KV, on the same samples under a budget of KV entries; “visible” means "
+    "that a method could see the question when it chose what to keep, “hidden” that the question came afterwards. "
+    "Scores of different models are means over the tasks that each was evaluated on."
+)
+
+
+def write_comparison(entries: Sequence[Compared], folder: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
+    """Write report.html, tables.md and plots/ of several subjects into `folder`. Returns the files written.
+
+    Raises InputError for a format it does not know, KvsieveError where matplotlib is missing.
+    """
+    check_formats(formats)
+    pictures = frontiers(entries, png="png" in formats)
+    return write_all(folder, _page(entries, pictures), _markdown(entries), pictures, formats)
+
+
+def _markdown(entries: Sequence[Compared]) -> str:
+    tasks, fidelity, costs = _per_subject(entries, plus_minus)
+    groups = (("What was compared", [_subjects(entries)]), (DIFFERENCES, comparison_tables(entries)),
+              ("Scores per task", tasks), ("Distance to full KV", fidelity), ("Costs", costs))  # fmt: skip
+    return markdown_tables(TITLE, groups, warnings(entries))
+
+
+def _page(entries: Sequence[Compared], pictures: Sequence[Picture]) -> str:
+    tasks, fidelity, costs = _per_subject(entries, bounds)
+    sections = [
+        ("subjects", "What was compared", h.table(_subjects(entries))),
+        ("differences", DIFFERENCES, differences_section(comparison_tables(entries))),
+        ("frontier", "Quality against cost", h.figures([each for each in pictures if each.kind == "frontier"])),
+        ("groups", "By task group", h.figures([each for each in pictures if each.kind == "groups"])),
+        ("tasks", "Scores per task", unfolding(tasks)),
+        ("fidelity", "Distance to full KV", unfolding(fidelity)),
+        ("costs", "Costs", unfolding(costs)),
+        ("glossary", "Glossary", h.definitions(GLOSSARY)),
+    ]
+    warned = "\n".join(h.paragraph(text, "warn") for text in warnings(entries))
+    intro = f"{h.paragraph(_GUIDE)}\n{warned}"
+    return h.page(TITLE, [section for section in sections if section[2]], intro)
+
+
+def warnings(entries: Sequence[Compared]) -> list[str]:
+    """List what a reader must know before comparing rows of different models."""
+    texts = []
+    tasks = {frozenset(each.subject.results.tasks) for each in entries}
+    if len(tasks) > 1:
+        texts.append("The tasks are not the same for all models: compare differences to full KV, not scores.")
+    for each in entries:
+        texts += [f"{each.subject.name}: {text}." for text in cut_documents(each.subject.results.samples)]
+        failed = sum(cell.not_applied for cell in each.cells)
+        if failed:
+            texts.append(f"{each.subject.name}: in {failed} of {len(each.subject.results.samples)} answers the method "
+                         "did not run as asked; they count in the means.")  # fmt: skip
+    return texts
+
+
+def _subjects(entries: Sequence[Compared]) -> Table:
+    headers = ["name", "machine", "dtype", "directories", "seed", "tasks", "answers", "timed runs"]
+    rows = []
+    for each in entries:
+        subject, results = each.subject, each.subject.results
+        folders = ", ".join(str(folder) for folder in subject.folders)
+        counts = [results.run["seed"], len(results.tasks), len(results.samples), len(results.costs)]
+        row = [subject.name, subject.machine, results.run["dtype"], folders, *map(str, counts)]
+        rows.append([Entry(text) for text in row])
+    return Table("Models", headers, rows, 4)
+
+
+def _per_subject(entries: Sequence[Compared], interval: Callable[[Cell], str]) -> list[list[Table]]:
+    """Tables of scores per task, distances and costs, each with its subject in the title."""
+    made = [(each, make_tables(each.subject.results, interval, each.from_full)) for each in entries]
+
+    def titled(name: str) -> list[Table]:
+        return [replace(table, title=f"{each.subject.name}: {table.title}")
+                for each, tables in made for table in getattr(tables, name)]  # fmt: skip
+
+    return [titled("tasks"), titled("fidelity"), titled("costs")]

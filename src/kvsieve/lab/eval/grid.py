@@ -1,0 +1,97 @@
+"""The grid of an evaluation: tasks, lengths, question modes and samples, under every setting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import dataclass
+
+from kvsieve.errors import InputError
+from kvsieve.lab.eval.cells import MethodSetting
+from kvsieve.lab.tasks.samples import Task
+
+QUESTIONS = ("visible", "hidden")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One sample asked in one way: what is computed and written together.
+
+    Attributes:
+        task: of the sample.
+        length: longest prompt, in tokens.
+        question: "visible" or "hidden".
+        index: of the sample.
+        document: number of its document among those that the grid asks about, from 1, and how many they are.
+        asked: number of the sample among those of its document, from 1, and how many they are.
+    """
+
+    task: Task
+    length: int
+    question: str
+    index: int
+    document: tuple[int, int] = (1, 1)
+    asked: tuple[int, int] = (1, 1)
+
+    def __str__(self) -> str:
+        unit = f"{self.task.name}, {self.length} tokens"
+        if self.asked[1] == 1:
+            return unit
+        return f"{unit}, document {self.document[0]} of {self.document[1]}, question {self.asked[0]} of {self.asked[1]}"
+
+    @property
+    def key(self) -> tuple[str, int, str, int]:
+        return self.task.name, self.length, self.question, self.index
+
+
+@dataclass(frozen=True)
+class Grid:
+    """tasks x lengths x question modes (those a task has) x samples, under every setting, the first of them full KV.
+
+    Samples are those with indices from `first` up to, not including, `samples`.
+    """
+
+    tasks: Sequence[Task]
+    lengths: Sequence[int]
+    questions: Sequence[str]
+    samples: int
+    settings: Sequence[MethodSetting]
+    seed: int = 0
+    cost_samples: int = 3
+    first: int = 0
+
+    def units(self) -> Iterator[Unit]:
+        """Document by document, so that a run that is stopped early has something of everything.
+
+        The samples of one document follow each other, so that it is read once; samples with documents of their own
+        come in order, of each task in turn.
+        """
+        documents = [self._documents(task) for task in self.tasks]
+        for number in range(max(map(len, documents), default=0)):
+            for length in self.lengths:
+                for task, samples in zip(self.tasks, documents, strict=True):
+                    mine = samples[number] if number < len(samples) else []
+                    for at, index in enumerate(mine, 1):
+                        for question in self.questions:
+                            if question in task.modes:
+                                document, asked = (number + 1, len(samples)), (at, len(mine))
+                                yield Unit(task, length, question, index, document, asked)
+
+    def _documents(self, task: Task) -> list[list[int]]:
+        """Indices of a task's samples, a list for each document."""
+        found: dict[int, list[int]] = {}
+        for index in range(self.first, min(len(task), self.samples) if isinstance(task, Sized) else self.samples):
+            found.setdefault(task.document(index), []).append(index)
+        return list(found.values())
+
+    def check(self, context: int | None) -> None:
+        """Raises InputError for a grid without samples, or lengths the model's context has no room for."""
+        if not any(question in task.modes for task in self.tasks for question in self.questions):
+            names = ", ".join(task.name for task in self.tasks)
+            raise InputError(
+                f"{names}: no such task is asked with the question {'/'.join(self.questions)}; see --question"
+            )
+        for length in self.lengths:
+            if length < 1 or (context is not None and length > context):
+                raise InputError(
+                    f"a length of {length} tokens is outside the model's context of {context}; change --lengths"
+                )

@@ -1,0 +1,147 @@
+"""Several results directories as one set: a subject for every model, and machine or run where these differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvsieve.errors import InputError
+from kvsieve.lab.eval.results import Results
+from kvsieve.lab.eval.rows import SAMPLE_KEY, Row
+from kvsieve.lab.eval.texts import texts_of
+from kvsieve.report.labels import distinct
+
+# What must be one and the same for samples of two directories to be the same samples.
+_RUN = ("dtype", "seed", "haystack")
+_OUTCOME = ("score", "answers", "kv_entries")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Results of one model under one set of circumstances.
+
+    Attributes:
+        name: The model's, and what tells it from other subjects of the same model.
+        model: The model's name without the path or the hub's user.
+        machine: Accelerator or processor of its rows.
+        results: Rows of all its directories, their environments numbered anew.
+        folders: The directories.
+    """
+
+    name: str
+    model: str
+    machine: str
+    results: Results
+    folders: tuple[Path, ...]
+
+
+def subjects(directories: Sequence[Results]) -> list[Subject]:
+    """Merge directories of the same model, dtype, seed, haystack and machine, and name what remains apart.
+
+    Raises InputError where directories to be merged contradict each other: another text or sample under the same
+    number, a sample with two outcomes, a label with two sets of parameters.
+    """
+    if not directories:
+        raise InputError("no results directory is given; name at least one")
+    apart: dict[tuple[Any, ...], list[Results]] = {}
+    for each in directories:
+        apart.setdefault(_identity(each), []).append(each)
+    return [_subject(_name(identity, list(apart)), identity, parts) for identity, parts in apart.items()]
+
+
+def _identity(results: Results) -> tuple[Any, ...]:
+    model = Path(str(results.run["model"]).rstrip("/")).name
+    return model, machine_of(results), *(results.run[name] for name in _RUN)
+
+
+def machine_of(results: Results) -> str:
+    """Accelerators or processors that rows of a directory were computed on."""
+    environments = results.run["environments"]
+    used = {row.get("env") for row in [*results.samples, *results.costs]}
+    stamps = [each for number, each in enumerate(environments) if number in used] or environments
+    names = (each.get("processor") if each.get("device") in (None, "cpu") else each["device"] for each in stamps)
+    return ", ".join(distinct(str(name or "unknown machine") for name in names)) or "unknown machine"
+
+
+def _name(identity: tuple[Any, ...], others: Sequence[tuple[Any, ...]]) -> str:
+    """The model, and those of its circumstances in which subjects of this model differ."""
+    same = [other for other in others if other[0] == identity[0]]
+    parts = []
+    for place, what in enumerate(("", *_RUN), 1):
+        if len({other[place] for other in same}) > 1:
+            parts.append(f"{what} {identity[place]}".strip())
+    return ", ".join([identity[0], *parts])
+
+
+def _subject(name: str, identity: tuple[Any, ...], parts: Sequence[Results]) -> Subject:
+    folders = tuple(each.folder for each in parts)
+    return Subject(name, identity[0], identity[1], parts[0] if len(parts) == 1 else _merged(parts), folders)
+
+
+def _merged(parts: Sequence[Results]) -> Results:
+    settings = _settings(parts)
+    samples: dict[tuple[Any, ...], Row] = {}
+    origin: dict[tuple[Any, ...], Path] = {}
+    questions: dict[tuple[Any, ...], tuple[Any, Path]] = {}
+    costs: list[Row] = []
+    environments: list[Row] = []
+    texts: dict[str, str] = {}
+    for part in parts:
+        _check_texts(texts, parts[0], part)
+        before = len(environments)
+        environments += part.run["environments"]
+        for row in part.samples:
+            key = tuple(row[name] for name in SAMPLE_KEY)
+            asked = questions.setdefault(key[:4], (row.get("expected"), part.folder))
+            if asked[0] != row.get("expected"):
+                raise _contradiction(row, "another question", asked[1], part.folder)
+            known = samples.setdefault(key, _moved(row, before))
+            if any(known.get(name) != row.get(name) for name in _OUTCOME):
+                raise _contradiction(row, f"another outcome under {row['label']!r}", origin[key], part.folder)
+            origin.setdefault(key, part.folder)
+        costs += [_moved(row, before) for row in part.costs]
+    run = {**parts[0].run, "environments": environments, "seconds": sum(part.run["seconds"] for part in parts),
+           "tasks": {name: title for part in reversed(parts) for name, title in part.run["tasks"].items()},
+           "settings": settings, "data": texts}  # fmt: skip
+    # A copy of a directory brings the same measured times again.
+    measured = {repr({**row, "env": environments[row["env"]]}): row for row in reversed(costs)}
+    return Results(parts[0].folder, run, list(samples.values()), list(measured.values())[::-1])
+
+
+def _moved(row: Row, before: int) -> Row:
+    return {**row, "env": row["env"] + before} if isinstance(row.get("env"), int) else row
+
+
+def _check_texts(texts: dict[str, str], first: Results, part: Results) -> None:
+    """Add a directory's digests to those by task. Raises InputError for a task on another text than before."""
+    for task, digest in texts_of(part.run).items():
+        if texts.setdefault(task, digest) != digest:
+            raise InputError(
+                f"'{first.folder}' and '{part.folder}' contradict each other: {task} is on another text in the second "
+                f"({digest}) than before ({texts[task]}); give one of them, or evaluate one of them anew"
+            )
+
+
+def _contradiction(row: Row, what: str, first: Path, second: Path) -> InputError:
+    return InputError(
+        f"'{first}' and '{second}' contradict each other: sample {row['sample']} of {row['task']} at {row['length']} "
+        f"tokens, question {row['question']}, has {what} in the second; give one of them, or evaluate one of them anew"
+    )
+
+
+def _settings(parts: Sequence[Results]) -> list[Row]:
+    """Settings of all. Raises InputError for a label that stands for other parameters in another directory."""
+    known: dict[tuple[str, str | None], tuple[Row, Path]] = {}
+    for part in parts:
+        for each in part.run.get("settings", []):
+            first, folder = known.setdefault((each["label"], each["budget"]), (each, part.folder))
+            before, after = first["parameters"], each["parameters"]
+            for name in before.keys() & after.keys():
+                if before[name] != after[name]:
+                    raise InputError(
+                        f"'{folder}' and '{part.folder}' contradict each other: {each['label']!r} at {each['budget']} "
+                        f"has {name} {before[name]!r} in the first and {after[name]!r} in the second; give one of them"
+                    )
+    return [each for each, _ in known.values()]

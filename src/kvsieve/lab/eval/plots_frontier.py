@@ -1,0 +1,215 @@
+"""Pictures of what quality costs: score or KL against memory and time, a row of panels per model and length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvsieve.lab.eval.aggregate import Cell, CostCell, task_means
+from kvsieve.lab.eval.comparison import Compared
+from kvsieve.lab.eval.pictures import Wanted, drawn
+from kvsieve.lab.eval.plots import MIB, frontier
+from kvsieve.report.labels import FULL, budget_order, distinct
+from kvsieve.report.pictures import Picture
+from kvsieve.report.plot_style import Look, add_legend, legend_height, looks, new_figure, wrap
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_LEGEND_WIDTH = 2.7
+_FRONTIER_COLOUR = "#8a8a8a"
+_COLUMNS = 4
+
+
+@dataclass(frozen=True)
+class _Point:
+    """x: cost. y: score in percent, or KL in nats."""
+
+    x: float
+    y: float
+    name: str
+    budget: str | None
+
+
+@dataclass(frozen=True)
+class _Panel:
+    title: str
+    across: str
+    points: list[_Point]
+
+
+Cost = Callable[[Cell, CostCell | None], float | None]
+
+
+def _ratio(name: str) -> Cost:
+    def ratio(cell: Cell, cost: CostCell | None) -> float | None:
+        if cost is None:
+            return None
+        return 1.0 if cell.label == FULL else cost.ratios.get(name)
+
+    return ratio
+
+
+def _memory(cell: Cell, cost: CostCell | None) -> float | None:
+    value = None if cost is None else cost.median("kv_bytes")
+    return None if value is None else value / MIB
+
+
+def _share(cell: Cell, cost: CostCell | None) -> float | None:
+    return None if cell.kv_share is None else 100 * cell.kv_share
+
+
+# How a file names it, how an axis does, and its value.
+_COSTS: tuple[tuple[str, str, Cost], ...] = (
+    ("kept", "KV entries kept (%)", _share),
+    ("memory", "KV memory (MiB)", _memory),
+    ("ttft", "time to first token (× full KV)", _ratio("ttft_s")),
+    ("tpot", "time per output token (× full KV)", _ratio("tpot_s")),
+)
+_ALT = (
+    "A panel per model and length, of the settings that ran on most of its tasks; a grey line joins what is best for "
+    "its cost. The tables hold the same numbers."
+)
+
+
+def short_names(entries: Sequence[Compared]) -> dict[str, str]:
+    """Label -> the method alone, where no model was evaluated with two labels of it."""
+    labels = [each.subject.results.labels for each in entries]
+    methods = [[label.split()[0] for label in mine] for mine in labels]
+    alone = {method for mine in methods for method in mine if all(each.count(method) < 2 for each in methods)}
+    return {label: label.split()[0] if label.split()[0] in alone else label for mine in labels for label in mine}
+
+
+def frontiers(entries: Sequence[Compared], png: bool = True) -> list[Picture]:
+    """Draw all of them. png: also as PNG. Raises KvsieveError where matplotlib is missing."""
+    return drawn(planned(entries), png)
+
+
+def planned(entries: Sequence[Compared]) -> Iterator[Wanted]:
+    """Pictures per question mode: score and KL against each kind of cost that was measured, and task groups."""
+    names = short_names(entries)
+    look = looks(distinct(names.values()))
+    questions = distinct(cell.question for each in entries for cell in each.means)
+    for question in sorted(questions, reverse=True):
+        for measure, what in (("score", "Mean score"), ("kl", "KL to full KV")):
+            for short, across, cost in _COSTS:
+                panels = [
+                    panel for each in entries for panel in _panels(each, question, (across, cost), measure, names)
+                ]
+                if panels:
+                    title = f"{what} against {across}: question {question}"
+                    yield (f"frontier-{measure}-{short}-{question}", "frontier", title, f"{title}. {_ALT}",
+                           partial(_draw, panels, look, measure))  # fmt: skip
+        groups = [panel for each in entries for panel in _groups(each, question, names)]
+        if groups:
+            title = f"Score by task group against {_COSTS[0][1]}: question {question}"
+            yield f"groups-{question}", "groups", title, f"{title}. {_ALT}", partial(_draw, groups, look, "score")
+
+
+def _panels(
+    each: Compared, question: str, across: tuple[str, Cost], measure: str, names: dict[str, str]
+) -> Iterator[_Panel]:
+    """One per length."""
+    parts = [cell for cell in each.cells if cell.question == question]
+    for length in sorted(distinct(cell.length for cell in parts)):
+        means = _same_tasks([cell for cell in parts if cell.length == length])
+        points = _points(each, means, across[1], measure, names)
+        if {point.name for point in points} - {FULL}:
+            yield _Panel(f"{each.subject.name}, {length} tokens", across[0], points)
+
+
+def _groups(each: Compared, question: str, names: dict[str, str]) -> Iterator[_Panel]:
+    """One per length and group; a group is what tasks' names begin with."""
+    parts = [cell for cell in each.cells if cell.question == question]
+    for length in sorted(distinct(cell.length for cell in parts)):
+        mine = [cell for cell in parts if cell.length == length]
+        groups = distinct(cell.task.partition("_")[0] for cell in mine)
+        for group in groups if len(groups) > 1 else ():
+            means = _same_tasks([cell for cell in mine if cell.task.partition("_")[0] == group])
+            title = f"{group}: {each.subject.name}, {length} tokens"
+            yield _Panel(title, _COSTS[0][1], _points(each, means, _COSTS[0][2], "score", names))
+
+
+def _same_tasks(parts: Sequence[Cell]) -> list[Cell]:
+    """Means of the settings that ran on most tasks, and of full KV over the same ones: others are no match for them."""
+    tasks: dict[tuple[str, str | None], set[str]] = {}
+    for cell in parts:
+        if cell.label != FULL:
+            tasks.setdefault((cell.label, cell.budget), set()).add(cell.task)
+    most = max(tasks.values(), key=len, default=set())
+    means = task_means(cell for cell in parts if cell.task in most)
+    return [cell for cell in means if cell.tasks == len(most)]
+
+
+def _points(each: Compared, means: Sequence[Cell], cost: Cost, measure: str, names: dict[str, str]) -> list[_Point]:
+    """KL of zero, full KV's, has no place on a logarithmic axis."""
+    found = []
+    for cell in means:
+        x = cost(cell, each.costs.get((cell.length, cell.label, cell.budget)))
+        y = cell.kl if measure == "kl" else 100 * cell.score
+        if x is not None and y is not None and math.isfinite(y) and not (measure == "kl" and y <= 0):
+            found.append(_Point(x, y, names[cell.label], cell.budget))
+    return found
+
+
+def _draw(panels: Sequence[_Panel], look: Mapping[str, Look], measure: str) -> Figure:
+    from matplotlib.lines import Line2D
+
+    shown = {point.name for panel in panels for point in panel.points}
+    labels = [label for label in look if label in shown]
+    names = [*labels, "best for its cost"]
+    columns = min(_COLUMNS, len(panels))
+    rows = -(-len(panels) // columns)
+    width = (2.9 if columns > 1 else 4.2) * columns + _LEGEND_WIDTH
+    figure = new_figure(width, max(0.4 + 2.5 * rows, legend_height(names), 3.0))
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    budgets = distinct(point.budget for panel in panels for point in panel.points if point.budget)
+    sizes = {budget: 22.0 + 14.0 * place for place, budget in enumerate(sorted(budgets, key=budget_order))}
+    for place, axes in enumerate(grid.flat):
+        if place < len(panels):
+            _panel(axes, panels[place], look, sizes, measure == "kl")
+        else:
+            axes.set_visible(False)
+    for row in grid:
+        row[0].set_ylabel("KL to full KV (nats)" if measure == "kl" else "mean score (%)")
+    handles: list[object] = [
+        Line2D([], [], color=look[n].colour, marker=look[n].marker, linestyle="", markersize=8 if n == FULL else 6)
+        for n in labels
+    ]
+    handles.append(Line2D([], [], color=_FRONTIER_COLOUR, linewidth=1.2))
+    add_legend(figure, handles, names)
+    return figure
+
+
+def _panel(axes: Axes, panel: _Panel, look: Mapping[str, Look], sizes: Mapping[str | None, float], lower: bool) -> None:
+    points = panel.points
+    xs = [point.x for point in points]
+    if xs and min(xs) > 0 and max(xs) / min(xs) > 6:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    for point in points:
+        size = sizes.get(point.budget, 110.0)
+        axes.scatter(point.x, point.y, s=size, color=look[point.name].colour, marker=look[point.name].marker,
+                     linewidths=0.5, edgecolors="white", zorder=3)  # fmt: skip
+    for name in distinct(point.name for point in points):
+        line = sorted((point for point in points if point.name == name), key=lambda point: budget_order(point.budget))
+        axes.plot([point.x for point in line], [point.y for point in line], color=look[name].colour, linewidth=0.6,
+                  alpha=0.5, zorder=1.5)  # fmt: skip
+    best = frontier([(point.x, -point.y if lower else point.y) for point in points])
+    axes.step([points[i].x for i in best], [points[i].y for i in best], where="post", color=_FRONTIER_COLOUR,
+              linewidth=1.2, zorder=2)  # fmt: skip
+    axes.margins(x=0.1)
+    if lower:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    else:
+        axes.set_ylim(-3, 106)
+        axes.set_yticks([0, 25, 50, 75, 100])
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.set_title(wrap(panel.title, 42, 2))
+    axes.set_xlabel(panel.across)

@@ -1,0 +1,234 @@
+"""Reading prompts under many plans: a document once, whoever asks about it and however often."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.model.tables import RotaryTables
+from kvsieve.hf.prompt.chunks import keeps_to_chunks
+from kvsieve.hf.prompt.options import Progress, ReadOptions
+from kvsieve.hf.reuse import PromptStore
+from kvsieve.hf.runtime import AttachedModel
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.roles import ChunkedEvictor
+from kvsieve.shared.prefix import PrefixNodes, SharedPrefix, read_prefix
+from kvsieve.shared.prompt import read_alone, read_shared
+
+# A document is read once but for its last tokens: this many, or the next multiple of it that no plan looks back beyond.
+_WINDOW = 32
+# Room for a question behind a document; a longer one has the buffers copied.
+_ROOM = 512
+# Note on a method that shares no prefill with others.
+ALONE = "it prefills the whole prompt by itself, and its first token includes that"
+
+
+@dataclass
+class ReadState:
+    """Conversations so far, one per row, each under its plan.
+
+    Attributes:
+        plans: one per row.
+        cache: the rows.
+        logits: [rows, V] after the last token fed.
+        fed: int64 [1, N], the tokens fed to all of them.
+        given: the conversation they stand for, which is longer where a plan reads only some of its tokens.
+        order: numbers of the plans among those that were asked for.
+        unseen: last tokens of `given` that the plans did not act on.
+    """
+
+    plans: list[Plan]
+    cache: SieveCache
+    logits: Tensor
+    fed: Tensor
+    given: Tensor
+    order: list[int]
+    unseen: int = 0
+
+
+@dataclass
+class _Document:
+    """A context and what was read of it.
+
+    Attributes:
+        context: int64 [1, N].
+        plans: what it was read for.
+        going_on: those that go on from `prefix`; others read every prompt whole.
+        prefix: all but its last tokens; None where it cannot be read in parts, or is too short to be worth it.
+        hidden: by the plan's number, its state once it has acted on the context alone, and the entries it was to keep.
+    """
+
+    context: Tensor
+    plans: list[Plan]
+    going_on: list[Plan]
+    prefix: SharedPrefix | None
+    hidden: dict[int, tuple[int | None, ReadState]] = field(default_factory=dict)
+
+
+class DocumentReader:
+    """Reads prompts under many plans, and keeps what it has read of the last context.
+
+    Args:
+        model: of transformers.
+        chunk: see ReadOptions.
+        store: kvsieve.store.PrefixStore of what it prefills; None for none.
+        tokenizer: of the model, for the store.
+        room: tokens that buffers leave room for behind a context; where more follow, they are copied.
+    """
+
+    def __init__(
+        self, model: Any, chunk: int | None, store: PromptStore | None = None, tokenizer: Any = None, room: int = _ROOM
+    ) -> None:
+        self.model, self.chunk, self.tables, self.room = model, chunk, RotaryTables(model), room
+        self.stored = None if store is None else PrefixNodes(store, tokenizer)
+        self._document: _Document | None = None
+
+    def forget(self) -> None:
+        """Free what was read."""
+        self._document = None
+
+    def after_context(self, plans: list[Plan], context: Tensor, expected: int) -> list[ReadState]:
+        """Return every plan's state once it has acted on the context alone; not to be fed to, but forked.
+
+        Args:
+            plans: the first of them full KV.
+            context: int64 [1, N].
+            expected: tokens that may follow.
+        """
+        document = self._of(plans, context)
+        # Some budgets count the tokens that may follow, and differ between questions.
+        counts = [None if plan.evict is None else plan.evict.entries(context.shape[1], expected) for plan in plans]
+        known = {i: count for i, (count, _) in document.hidden.items()}
+        missing = {i: plan for i, plan in enumerate(plans) if i not in known or known[i] != counts[i]}
+        if missing:
+            for state in self._read(document, missing, context, expected):
+                (i,) = state.order
+                document.hidden[i] = counts[i], state
+        return [document.hidden[i][1] for i in range(len(plans))]
+
+    def after_prompt(
+        self,
+        plans: list[Plan],
+        context: Tensor,
+        question: Tensor,
+        expected: int,
+        only: Sequence[int] | None = None,
+    ) -> list[ReadState]:
+        """Return every plan's state once it has acted on context and question together.
+
+        Args:
+            plans: see `after_context`.
+            context: see `after_context`.
+            question: int64 [1, N].
+            expected: see `after_context`.
+            only: indices of the plans to prefill for; None for all.
+        """
+        wanted = {i: plan for i, plan in enumerate(plans) if only is None or i in only}
+        return self._read(self._of(plans, context), wanted, torch.cat([context, question], 1), expected)
+
+    def open(self, plans: list[Plan], context: Tensor, progress: Progress | None = None) -> None:
+        """Prefill a context now, for prompts to come; progress is called with (tokens done, tokens in all)."""
+        self._of(plans, context, progress)
+
+    @property
+    def prefix(self) -> SharedPrefix | None:
+        """The beginning that prompts with the last context share; None where each of them is read whole."""
+        return None if self._document is None else self._document.prefix
+
+    def begin(self, sieve: AttachedModel, ids: Tensor) -> SieveCache | None:
+        """Return a cache in the middle of a prompt that begins with the context; None where the plan reads it whole.
+
+        Only one such cache may be in use at a time.
+
+        Args:
+            sieve: the model with one of the plans attached.
+            ids: int64 [1, N], the prompt.
+        """
+        plan = sieve.plan
+        prefix = None if self._document is None else self._prefix(self._document, [plan], ids)
+        if prefix is None or plan.shortens_prompt:
+            return None
+        return prefix.begins(sieve, plan.evict)
+
+    def notes(self, plan: Plan) -> list[str]:
+        """Return a note on a plan under which every prompt is prefilled whole, though others share a prefill."""
+        document = self._document
+        alone = document is not None and document.prefix is not None and plan not in document.going_on
+        return [ALONE] if alone else []
+
+    def _of(self, plans: list[Plan], context: Tensor, progress: Progress | None = None) -> _Document:
+        known = self._document
+        if known is None or known.plans != plans or not torch.equal(known.context, context):
+            self._document = None
+            window = -(-max(plan.window for plan in plans) // _WINDOW) * _WINDOW or _WINDOW
+            sharing = [plan for plan in plans if _can_go_on(plan) and not self._keeps_to_chunks(plan)]
+            going_on = [plan for plan in sharing if plan.queries(context.shape[1]) <= window]
+            prefix = None
+            if context.shape[1] >= 2 * window:
+                prefix = read_prefix(
+                    *(self.model, going_on, context, window),
+                    chunk=self.chunk,
+                    room=self.room,
+                    progress=progress,
+                    stored=self.stored,
+                )
+            self._document = known = _Document(context, plans, going_on, prefix)
+        return known
+
+    def _read(self, document: _Document, plans: dict[int, Plan], ids: Tensor, expected: int) -> list[ReadState]:
+        """Read a prompt under plans, by their numbers; plans that propagate alike share one reading of it."""
+        states: dict[int, ReadState] = {}
+        probing = ReadOptions(self.chunk, expected, probed={})
+        for i, plan in plans.items():
+            if not plan.acts_once or self._keeps_to_chunks(plan):
+                prefix = self._prefix(document, [plan], ids)
+                read = read_alone(self.model, plan, ids, torch.ones_like(ids), probing, prefix)
+                states[i] = ReadState([plan], *read, ids, [i])
+        together = {i: plan for i, plan in plans.items() if i not in states}
+        for propagate in dict.fromkeys(plan.propagate for plan in together.values()):
+            mine = {i: plan for i, plan in together.items() if plan.propagate == propagate}
+            # Propagators see to theirs as they read.
+            window = max(plan.window if propagate else plan.queries(ids.shape[1]) for plan in mine.values())
+            shared = read_shared(
+                self.model,
+                propagate,
+                ids,
+                torch.ones_like(ids),
+                window=window,
+                evictors=[plan.evict for plan in mine.values()],
+                options=ReadOptions(self.chunk, expected),
+                prefix=self._prefix(document, mine.values(), ids),
+            )
+            for i, plan in mine.items():
+                states[i] = ReadState(
+                    [plan], shared.reduced(plan.evict, plan.codec, plan.rest), shared.logits, ids, ids, [i]
+                )
+        return [states[i] for i in plans]
+
+    def _keeps_to_chunks(self, plan: Plan) -> bool:
+        """Return True for a plan that encodes after every chunk, where prompts are read in chunks."""
+        return self.chunk is not None and keeps_to_chunks(plan)
+
+    def _prefix(self, document: _Document, plans: Iterable[Plan], ids: Tensor) -> SharedPrefix | None:
+        """Return what was read of a prompt already, for plans that may go on from there."""
+        prefix = document.prefix
+        if prefix is None:
+            return None
+        rest = ids.shape[1] - prefix.cache.num_seen
+        if not self.tables.same(prefix.cache.conversation.table_lengths, ids.shape[1]):
+            return None
+        suits = all(plan in document.going_on and plan.queries(ids.shape[1]) <= rest for plan in plans)
+        return prefix if suits else None
+
+
+def _can_go_on(plan: Plan) -> bool:
+    """Return True for a plan that may read the last tokens of a prompt after the others were read in full."""
+    evictor = plan.evict
+    if plan.drafts or plan.prefill is not None:
+        return False
+    return evictor is None or not (evictor.when.chunks or isinstance(evictor, ChunkedEvictor))

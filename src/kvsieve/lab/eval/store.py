@@ -1,0 +1,290 @@
+"""Writing a results directory so that a kill at any point loses at most the sample in progress."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from kvsieve.errors import InputError, KvsieveError
+from kvsieve.folders import UNFINISHED, write_whole
+from kvsieve.lab.eval.results import FORMAT, read_run
+from kvsieve.lab.eval.rows import (
+    COST_FIELDS,
+    SAMPLE_FIELDS,
+    SAMPLE_KEY,
+    Row,
+    contents,
+    finite,
+    how_to_mend,
+    packed,
+    packed_name,
+    sealed,
+    unsealed,
+)
+from kvsieve.lab.eval.texts import other_text, texts_of
+from kvsieve.report.environment import UNRECORDED, environment, weights_digest
+
+COST_KEY = ("length", "label", "budget", "repeat")
+_LOCK = ".lock"
+_FIXED = ("model", "dtype", "seed", "haystack")
+
+
+class ResultsWriter:
+    """Appends to DIR/samples.jsonl and DIR/costs.jsonl, packs both in the end, and keeps DIR/run.json.
+
+    run: what identifies the evaluation: model, dtype, seed, haystack; the titles of its tasks; the digests of their
+    texts (`data_digests`); and its settings, each with all parameters, or none where only `settle` brings them. A
+    directory that holds results already is only continued with `resume`, and only by a run that agrees in these. What
+    was written is on the disk, so that neither a kill nor a power cut takes it away.
+
+    Raises InputError otherwise, or when another process is writing there, and KvsieveError where a file cannot be
+    written.
+    """
+
+    def __init__(self, folder: Path, run: Row, *, resume: bool) -> None:
+        self.folder = folder
+        # Before anything is put into a folder that may be somebody's own.
+        self._check(resume)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(folder)
+        try:
+            self._open(run, resume)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, run: Row, resume: bool) -> None:
+        # Again, because another process may have been here until now.
+        self._check(resume)
+        known = read_run(self.folder / "run.json") or {}
+        for name in _FIXED if known else ():
+            if known[name] != run[name]:
+                raise InputError(
+                    f"'{self.folder}' holds results with {name} {known[name]!r}, this run has {run[name]!r}; give the "
+                    "same, or write to another --out"
+                )
+        self.run = {"format": FORMAT, **run, "environments": [], "seconds": 0.0, **known}
+        self.run["tasks"] = {**known.get("tasks", {}), **run["tasks"]}
+        self.run["data"] = {**(texts_of(known) if known else {}), **run.get("data", {})}
+        other = other_text(known, run) if known else None
+        if other is not None:
+            raise InputError(f"'{self.folder}' holds {other}; give the same text, or write to another --out")
+        self.run["settings"] = self._merged(known.get("settings", []), run.get("settings", []))
+        self.run["environments"] = [*self.run["environments"], environment()]
+        self.env = len(self.run["environments"]) - 1
+        self._before = float(self.run["seconds"])
+        self.save(0.0)
+        self.samples = _Lines(self.folder / "samples.jsonl", SAMPLE_FIELDS, SAMPLE_KEY)
+        self.costs = _Lines(self.folder / "costs.jsonl", COST_FIELDS, COST_KEY)
+
+    def _check(self, resume: bool) -> None:
+        """Raise InputError for a folder that is somebody's own, or that holds results which are not to be continued."""
+        if (self.folder / "run.json").exists():
+            if not resume:
+                raise InputError(
+                    f"'{self.folder}' holds results already; add --resume to continue or extend them, or give another "
+                    "--out"
+                )
+        elif self.folder.exists() and any(not _is_left(each.name) for each in self.folder.iterdir()):
+            raise InputError(f"'{self.folder}' is not empty and holds no results; give an empty or new --out")
+
+    def _merged(self, known: list[Row], new: list[Row]) -> list[Row]:
+        """Settings of both; where parameters (a default, say) have changed, rows must not be mixed."""
+        held = {(each["label"], each["budget"]): each for each in known}
+        for each in new:
+            before = held.get((each["label"], each["budget"]), each)
+            held[each["label"], each["budget"]] = each
+            # A parameter that a method has gained since stands at its default here: given ones are in the label.
+            if any(each["parameters"].get(name) != value for name, value in before["parameters"].items()):
+                raise InputError(
+                    f"'{self.folder}' holds {each['label']!r} with parameters {before['parameters']}, now they are "
+                    f"{each['parameters']}; name them as they were, or write to another --out"
+                )
+        return list(held.values())
+
+    def settle(self, settings: list[Row], model: Any = None) -> None:
+        """Add what only the loaded model made known: settings, and the sha256 of its weights.
+
+        Raises:
+            InputError: results of these settings were measured with other parameters, or with other weights.
+        """
+        self.run["settings"] = self._merged(self.run["settings"], settings)
+        if model is None:
+            return
+        weights = weights_digest(model)
+        for before in (each.get("weights") for each in self.run["environments"]):
+            if before not in (None, UNRECORDED, weights):
+                raise InputError(
+                    f"'{self.folder}' holds results of the weights {before}, this model has {weights}; load the same "
+                    "checkpoint, or write to another --out"
+                )
+        self.run["environments"][self.env]["weights"] = weights
+
+    def save(self, seconds: float) -> None:
+        """Write run.json; seconds: wall time of this invocation so far."""
+        self.run["seconds"] = round(self._before + seconds, 1)
+        text = json.dumps(self.run, indent=1) + "\n"
+        with _named_errors(self.folder / "run.json"):
+            write_whole(self.folder / "run.json", text)
+
+    def pack(self) -> None:
+        """Compress the rows of a run that is finished."""
+        self.samples.pack()
+        self.costs.pack()
+
+    def lap(self) -> None:
+        """Keep the time saved so far; the next `save` adds to it."""
+        self._before = float(self.run["seconds"])
+
+    def close(self) -> None:
+        """Let go of the directory. The file of the lock stays: whoever waits for it must find the same one."""
+        self._lock.close()
+
+
+class _Lines:
+    """One JSONL file: what it holds already, packed or not, and appending to it.
+
+    What is appended in one go carries in `more` how many rows of it follow. If it is not whole, because a process was
+    killed there, it is cut off, so that a unit is always computed whole and a resumed run gives what an undisturbed
+    one gives.
+    """
+
+    def __init__(self, file: Path, fields: Row, key: tuple[str, ...]) -> None:
+        self.file, self.fields, self.key = file, fields, key
+        packed_rows, lines, torn = self._read()
+        found = len(lines)
+        while lines and lines[-1][1].get("more"):
+            lines.pop()
+        if torn or len(lines) < found:
+            with _named_errors(file):
+                self._cut(sum(size for size, _ in lines))
+        self.done = {tuple(row.get(name) for name in key) for row in [*packed_rows, *(row for _, row in lines)]}
+
+    def _read(self) -> tuple[list[Row], list[tuple[int, Row]], bool]:
+        """Packed rows; plain rows and how many bytes each takes, and whether something follows them."""
+        packed_rows: list[Row] = []
+        plain: list[tuple[int, Row]] = []
+        torn = False
+        for part, data in contents(self.file):
+            *lines, rest = data.split(b"\n")
+            for number, line in enumerate(lines, 1):
+                try:
+                    row = unsealed(line, self.fields)
+                except ValueError as error:
+                    raise InputError(f"{part}, line {number}: {error}; {how_to_mend(part)} and resume") from error
+                if part == self.file:
+                    plain.append((len(line) + 1, row))
+                else:
+                    packed_rows.append(row)
+            torn = part == self.file and bool(rest)
+        return packed_rows, plain, torn
+
+    def _cut(self, size: int) -> None:
+        """Leave the first `size` bytes."""
+        with open(self.file, "r+b", buffering=0) as out:
+            os.ftruncate(out.fileno(), size)
+            os.fsync(out.fileno())
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Append rows; they count as done once all of them are on the disk."""
+        rows = list(rows)
+        lines = [sealed({**finite(row), "more": len(rows) - at}) for at, row in enumerate(rows, 1)]
+        size = self.file.stat().st_size if self.file.exists() else None
+        with _named_errors(self.file):
+            try:
+                _append(self.file, b"".join(lines))
+                if size is None:
+                    _sync(self.file.parent)
+            except OSError:
+                # Half a row would be in the way of who goes on after the disk has room again.
+                with contextlib.suppress(OSError):
+                    self._cut(size or 0)
+                raise
+        self.done |= {tuple(row[name] for name in self.key) for row in rows}
+
+    def pack(self) -> None:
+        """Move all rows into the packed file.
+
+        Until that is on the disk under its name the plain file stays as it is; killed between the two, rows are in
+        both, and the next run packs them once.
+        """
+        if not self.file.exists():
+            return
+        lines = dict.fromkeys(line for _, data in contents(self.file) for line in data.split(b"\n") if line)
+        name = packed_name(self.file)
+        with _named_errors(name):
+            write_whole(name, packed(b"".join(line + b"\n" for line in lines)))
+            os.unlink(self.file)
+            _sync(self.file.parent)
+
+
+def _is_left(name: str) -> bool:
+    """Tell that a run that was killed before it had results may have left a file of this name."""
+    return name == _LOCK or (name.startswith(".run.json.") and name.endswith(UNFINISHED))
+
+
+def _append(file: Path, data: bytes) -> None:
+    """Append all of `data` and wait until it is on the disk."""
+    out = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(out, rest) :]
+        os.fsync(out)
+    finally:
+        os.close(out)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk, where the system can do so."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+@contextlib.contextmanager
+def _named_errors(file: Path) -> Iterator[None]:
+    """Say which file it is that cannot be written, and what becomes of the results."""
+    try:
+        yield
+    except OSError as error:
+        raise KvsieveError(
+            f"{file} cannot be written: {error.strerror or error}; what was finished before is kept: mend that and go "
+            "on with --resume"
+        ) from error
+
+
+def _lock(folder: Path) -> IO[str]:
+    """Hold the directory while this process lives; where the system has no such locks, nobody is kept out."""
+    handle = open(folder / _LOCK, "a")  # noqa: SIM115
+    with contextlib.suppress(ImportError):
+        import fcntl
+
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            handle.close()
+            raise InputError(
+                f"another process is writing to '{folder}'; wait for it or choose another --out"
+            ) from error
+        except OSError:
+            pass
+    return handle
+
+
+@contextlib.contextmanager
+def writing(folder: Path, run: Row, *, resume: bool) -> Iterator[ResultsWriter]:
+    """A ResultsWriter that packs what was written when all went well, and lets go of the directory in the end."""
+    writer = ResultsWriter(folder, run, resume=resume)
+    try:
+        yield writer
+        writer.pack()
+    finally:
+        writer.close()

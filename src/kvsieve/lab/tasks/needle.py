@@ -1,0 +1,56 @@
+"""One fact in a long text: the needle grid, and a 64-digit number (LagKV, section 5)."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from kvsieve.lab.tasks.base import Generated
+from kvsieve.lab.tasks.fit import Count, fit
+from kvsieve.lab.tasks.haystack import hide, passage
+from kvsieve.lab.tasks.samples import QuestionAnswer, Sample
+from kvsieve.lab.tasks.scoring import digits, match_all
+
+DEPTHS = 11
+
+
+@dataclass(frozen=True)
+class Needle(Generated):
+    """A seven-digit number at depths 0, 10, ... 100%, in turn."""
+
+    name: str = "needle"
+    title: str = "Needle in a haystack"
+
+    def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
+        depth, start = index % DEPTHS / (DEPTHS - 1), rng.random()
+        code = str(rng.randrange(10**6, 10**7))
+        turn = QuestionAnswer(
+            "What is the special magic number of the lighthouse mentioned in the text above?", (code,), match_all, 28
+        )
+
+        def make(words: int) -> Sample:
+            fact = f"The special magic number of the lighthouse is {code}."
+            return Sample(hide(passage(self.text, start, words), [fact], [depth]), (turn,), meta={"depth": depth})
+
+        return fit(make, count, length, self.name)[0]
+
+
+@dataclass(frozen=True)
+class PassKey(Generated):
+    """A 64-digit number, given twice: long enough to show eviction."""
+
+    name: str = "passkey64"
+    title: str = "64-digit passkey"
+
+    def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
+        depth, start = index % DEPTHS / (DEPTHS - 1), rng.random()
+        key = str(rng.randrange(1, 10)) + "".join(str(rng.randrange(10)) for _ in range(63))
+        turn = QuestionAnswer(
+            "What is the pass key mentioned in the text above?", (key,), digits, 80, prefix="The pass key is"
+        )
+
+        def make(words: int) -> Sample:
+            fact = f"The pass key is {key}. Remember it: {key} is the pass key."
+            return Sample(hide(passage(self.text, start, words), [fact], [depth]), (turn,), meta={"depth": depth})
+
+        return fit(make, count, length, self.name)[0]

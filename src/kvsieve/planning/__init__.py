@@ -1,0 +1,1 @@
+"""Plans, methods by name, budgets, roles, profiles and spans of a prompt."""

@@ -1,0 +1,49 @@
+"""The roles that a plan is made of: evictors, propagators, readers, codecs and what reads prompts sparsely.
+
+A role is a frozen dataclass that derives from one of these base classes: the object is the configuration. What belongs
+to a conversation lives on its cache, and is handed to the role in every call.
+"""
+
+from kvsieve.planning.roles.base import HeadScope, Role, Traits, role_class, role_name
+from kvsieve.planning.roles.codec import Codec
+from kvsieve.planning.roles.delegate import DelegatingEvictor
+from kvsieve.planning.roles.drafting import DraftPropagator, Loaded, draft_of
+from kvsieve.planning.roles.evictor import ChunkedEvictor, Evictor, Layers
+from kvsieve.planning.roles.paged import PageBudget, PagedReader
+from kvsieve.planning.roles.prefill import SparsePrefill
+from kvsieve.planning.roles.probing import Branch, Observe, ProbePasses, ProbingEvictor
+from kvsieve.planning.roles.propagator import Propagator
+from kvsieve.planning.roles.reader import Reader
+from kvsieve.planning.roles.sizes import budgets_of, byte_budgets, floor_of, with_entries, with_floor
+from kvsieve.planning.roles.together import check_together
+
+__all__ = [
+    "Branch",
+    "ChunkedEvictor",
+    "Codec",
+    "DelegatingEvictor",
+    "DraftPropagator",
+    "Evictor",
+    "HeadScope",
+    "Layers",
+    "Loaded",
+    "Observe",
+    "PageBudget",
+    "PagedReader",
+    "ProbePasses",
+    "ProbingEvictor",
+    "Propagator",
+    "Reader",
+    "Role",
+    "SparsePrefill",
+    "Traits",
+    "budgets_of",
+    "byte_budgets",
+    "check_together",
+    "draft_of",
+    "floor_of",
+    "role_class",
+    "role_name",
+    "with_entries",
+    "with_floor",
+]

@@ -1,0 +1,62 @@
+"""Readers: choice of the stored entries that a new token attends to."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+from kvsieve.planning.roles.base import Role
+
+if TYPE_CHECKING:
+    from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
+    from kvsieve.core.page_recipe import PageRecipe
+    from kvsieve.types import AttentionQueries
+
+
+class Reader(Role):
+    """Chooses the stored entries that a new token attends to.
+
+    It sees KV rows (core.kv_rows): the real entries of one KV head of one batch row, in any storage. Prompts attend
+    densely; with `sparse_questions`, a prompt that the plan does not reduce attends as answers do.
+    """
+
+    @property
+    def sparse_questions(self) -> bool:
+        """True if a prompt that the plan does not reduce attends sparsely, too."""
+        return False
+
+    @abstractmethod
+    def setting(self, facts: ReadFacts) -> Hashable | None:
+        """Return the parameters for one row's KV rows in one layer, or None to read everything.
+
+        Raises:
+            PlanError: the budget cannot be honoured there.
+        """
+
+    @abstractmethod
+    def reads_all(self, setting: Any, size: int) -> bool:
+        """Return True if KV rows of `size` entries are read completely."""
+
+    @abstractmethod
+    def choose(self, asked: AttentionQueries, kv_rows: KVRows, state: dict[str, Any], setting: Any) -> Choice:
+        """Choose the entries of each KV row that a query attends to.
+
+        Args:
+            asked: queries [X, G, D], the G query heads of each KV row, with the terms of their weights.
+            kv_rows: the KV rows.
+            state: cached data of these KV rows that only grow between calls: tensors with a row per KV row, or objects
+                with a method all_tensors() that returns their tensors.
+            setting: the result of `setting`.
+        """
+
+    def recipe(self, setting: Any) -> PageRecipe | None:
+        """Return the choice of `choose` as data for compiled code, or None if that is impossible.
+
+        Both must choose the same entries, up to ties.
+        """
+        return None
+
+    def granularity(self, setting: Any) -> int:
+        """Return the entries per unit of its choice, such as a page."""
+        return 1

@@ -1,0 +1,1 @@
+"""One prefill for many plans, or for many questions."""

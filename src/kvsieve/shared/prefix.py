@@ -1,0 +1,214 @@
+"""One reading of a document for many questions.
+
+Prompts that begin alike need their beginning read once: each goes on from it as from the leading chunks of a chunked
+prompt. Propagators do, too: up to the first layer that may drop tokens they read what full KV reads, and what waits
+there in a chunked prompt is noted as it is read.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.hf.attach import attached
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.records import Conversation, DeferredChunk, Turn
+from kvsieve.hf.prompt.chunks import BEGINNING, read_beginning
+from kvsieve.hf.prompt.options import Progress, shifted
+from kvsieve.hf.reuse import PromptStore, StoredPrefixes
+from kvsieve.hf.runtime import AttachedModel
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.roles import Evictor, Propagator
+from kvsieve.planning.roles.codec import ASKED
+from kvsieve.types import LayerContext
+
+
+@dataclass
+class LayerRecorder:
+    """Notes what each layer is shown, and lets evictors observe that do."""
+
+    window: int
+    evictors: tuple[Evictor, ...]
+    seen: dict[int, LayerContext] = field(default_factory=dict)
+    learned: dict[tuple[int, Evictor], dict[str, Any]] = field(default_factory=dict)
+
+    def on_layer(self, ctx: LayerContext) -> None:
+        """See PassRequest.on_layer."""
+        for each in self.evictors:
+            if each.when.observes:
+                state = self.learned.setdefault((ctx.layer_idx, each), {})
+                each.observe(dataclasses.replace(ctx, state=state))
+        if ctx.step.ends_prompt:
+            # The window's queries are all an evictor may look at, and those that keys are encoded for; the rest of
+            # them would be as large as the cache.
+            query = ctx.query[:, :, -max(self.window, ASKED) :].clone()
+            self.seen[ctx.layer_idx] = dataclasses.replace(ctx, query=query, hidden=None, output=None)
+
+
+@dataclass
+class SharedPrefix:
+    """The beginning of prompts, read once in full. Only one prompt that goes on from it may be in use at a time.
+
+    Attributes:
+        cache: of them, in the middle of a prompt.
+        waiting: by layer, the chunks that wait there for a propagator.
+        learned: what evictors that observe have learned, per layer and evictor.
+        stored: tokens that came from a store.
+        seconds: what prefilling all of it takes, or took; 0 where it was not measured.
+    """
+
+    cache: SieveCache
+    waiting: dict[int, list[DeferredChunk]]
+    learned: dict[tuple[int, Evictor], dict[str, Any]]
+    stored: int = 0
+    seconds: float = 0.0
+
+    def begins(self, model: AttachedModel, evictor: Evictor | None = None) -> SieveCache:
+        """Make a cache that goes on from here, on the same buffers; with what `evictor` has learned."""
+        cache = self.cache.fork(share=True)
+        source = source_layer(model, model.plan.propagate)
+        if source is not None:
+            fresh = model.new_cache()
+            fresh.advance(self.cache.num_seen)
+            cache.layers[source + 1 :] = fresh.layers[source + 1 :]
+            cache.turn.deferred[:] = self.waiting[source]
+        for (index, each), state in self.learned_up_to(source).items():
+            if each == evictor:
+                cache.sieve_layers[index].state.update(state)
+        return model.adopt(cache)
+
+    def learned_up_to(self, source: int | None) -> dict[tuple[int, Evictor], dict[str, Any]]:
+        """Copy what evictors have learned; layers behind `source` are read anew."""
+        return {key: copy.deepcopy(state) for key, state in self.learned.items() if source is None or key[0] <= source}
+
+
+@dataclass(frozen=True)
+class PrefixNodes:
+    """A store for the beginnings of prompts that plans share.
+
+    What full KV reads is one node. The hidden states that wait for a propagator, and what an evictor has learned, are
+    each a node of the plan with that role alone.
+
+    Attributes:
+        store: the store.
+        tokenizer: of the model.
+    """
+
+    store: PromptStore
+    tokenizer: Any
+
+    def find(self, model: Any, plans: Sequence[Plan], context: Tensor, leave: int) -> SharedPrefix | None:
+        """Return the longest stored beginning of a context that serves all plans; None without one.
+
+        Args:
+            model: of transformers.
+            plans: those to come.
+            context: int64 [1, N].
+            leave: last tokens that do not belong to the beginning.
+        """
+        ids, prefix = context[0].tolist(), None
+        waiting: dict[int, list[DeferredChunk]] = {}
+        learned: dict[tuple[int, Evictor], dict[str, Any]] = {}
+        for reader in self._readers(model, plans):
+            found = StoredPrefixes(self.store).find(reader, ids, None, leave)
+            if found is None or ((waiting or learned) and found.cache.num_seen < len(ids) - leave):
+                # Parts of different lengths do not make one beginning.
+                return None
+            cache, source = found.cache, source_layer(reader, reader.plan.propagate)
+            ids = ids[: cache.num_seen + leave]
+            if source is not None:
+                waiting[source] = list(cache.turn.deferred)
+            elif reader.plan.evict is not None:
+                learned |= {(at, reader.plan.evict): layer.state for at, layer in cache.sieve_layers.items()}
+            else:
+                # It may have been read as a whole conversation, and is the beginning of a prompt here.
+                cache.conversation = Conversation(cache.num_seen, 1, turn=Turn(reading=True))
+                prefix = SharedPrefix(cache, waiting, learned, cache.num_seen, found.seconds)
+        return prefix
+
+    def add(self, model: Any, plans: Sequence[Plan], context: Tensor, prefix: SharedPrefix) -> None:
+        """Store the prefilled tokens of a context."""
+        for reader in self._readers(model, plans):
+            cache = prefix.begins(reader, reader.plan.evict)
+            # A prefill under this plan alone would have left the same.
+            cache.owner = reader.new_cache().owner
+            StoredPrefixes(self.store).add(reader, context[0].tolist(), cache, prefix.seconds, None)
+
+    def _readers(self, model: Any, plans: Sequence[Plan]) -> Iterator[AttachedModel]:
+        """Yield the model under each plan that nodes are stored for; full KV comes last."""
+        roles = [Plan(propagate=each) for each in dict.fromkeys(plan.propagate for plan in plans) if each is not None]
+        for plan in [*roles, *(Plan(evict=each) for each in _observers(plans)), Plan()]:
+            reader = AttachedModel(model, plan)
+            if plan.propagate is None or source_layer(reader, plan.propagate) is not None:
+                reader.use_tokenizer(self.tokenizer)
+                yield reader
+
+
+def read_prefix(
+    model: Any,
+    plans: Sequence[Plan],
+    context: Tensor,
+    leave: int,
+    *,
+    chunk: int | None = None,
+    room: int = 0,
+    progress: Progress | None = None,
+    stored: PrefixNodes | None = None,
+) -> SharedPrefix | None:
+    """Read the beginning of prompts in full, for plans to come; None on a model that reads prompts at once only.
+
+    Args:
+        model: of transformers.
+        plans: those to come. None of them may act on every chunk of a prompt.
+        context: int64 [1, N], the beginning and what every prompt has behind it.
+        leave: last tokens of it that are not read: as many as the plan that reads a prompt looks back on, at least.
+        chunk: tokens per forward pass, None for all at once.
+        room: tokens that may follow the context, which buffers leave room for.
+        progress: called with (tokens read, tokens in all).
+        stored: prefix store that the beginning is taken from and put into.
+    """
+    began, length = time.perf_counter(), context.shape[1] - leave
+    evictors = _observers(plans)
+    hidden = any("hidden" in each.traits.needs for each in evictors)
+    recorder = LayerRecorder(0, evictors)
+    facts = AttachedModel(model, Plan())
+    sources = sorted({source for plan in plans if (source := source_layer(facts, plan.propagate)) is not None})
+    known = None if stored is None else stored.find(model, plans, context, leave)
+    with attached(model, Plan(name="shared"), hidden=hidden, leaving=sources) as sieve, torch.no_grad():
+        cache = sieve.new_cache()
+        if cache.has_state and not sieve.continues:
+            return None
+        known = known or SharedPrefix(cache, {source: [] for source in sources}, recorder.learned)
+        waiting, recorder.learned = known.waiting, known.learned
+        request = dataclasses.replace(
+            BEGINNING,
+            on_layer=recorder.on_layer if evictors else None,
+            on_leave=(lambda index, part: waiting[index].append(part)) if sources else None,
+        )
+        shown = shifted(progress, known.cache.num_seen, length)
+        read_beginning(sieve, context[:, :length], known.cache, chunk, shown, request, room=leave + room)
+    known.seconds += time.perf_counter() - began
+    if stored is not None and known.stored < length:
+        stored.add(model, plans, context, known)
+    return known
+
+
+def _observers(plans: Iterable[Plan]) -> tuple[Evictor, ...]:
+    """Return the evictors of plans that observe every pass, each once."""
+    found = (plan.evict for plan in plans if plan.evict is not None and plan.evict.when.observes)
+    return tuple(dict.fromkeys(found))
+
+
+def source_layer(model: AttachedModel, propagate: Propagator | None) -> int | None:
+    """Return the layer where leading chunks of a prompt wait, None where they go through all layers."""
+    if propagate is None:
+        return None
+    source = propagate.first_layer(model.num_layers, model.context.layers)
+    return source if source < model.num_layers - 1 else None
