@@ -60,7 +60,7 @@ _HOME = {
     "register_method": "kvsieve.planning.registry",
 }
 
-sys.meta_path.append(OldNames())
+sys.meta_path.insert(0, OldNames())
 
 # Applications that show logs add a handler, or call logging.basicConfig.
 logging.getLogger(__name__).addHandler(logging.NullHandler())

@@ -38,11 +38,11 @@ class AttentionQueries:
 
     @property
     def stored(self) -> AttentionQueries:
-        """Return it with queries as they are matched with what is stored."""
+        """Return it with queries in the space of the stored keys."""
         return self
 
     def output(self, mixed: Tensor) -> Tensor:
-        """Attention's result [B, Hq, L, Dv] of what was mixed of stored values."""
+        """Return the attention output [B, Hq, L, Dv] for a mix of stored values."""
         return mixed
 
     def part(self, columns: slice) -> Self:
@@ -54,7 +54,7 @@ class AttentionQueries:
         return AttentionQueries(query, self.scale, self.softcap, self.sinks)
 
     def heads(self, which: slice) -> AttentionQueries:
-        """Return it for some query heads, queries of which are the second dimension."""
+        """Return it for a slice of the query heads."""
         sinks = None if self.sinks is None else self.sinks[which]
         return AttentionQueries(self.query[:, which], self.scale, self.softcap, sinks)
 

@@ -18,13 +18,13 @@ from typing import Any, Literal, overload
 
 from kvsieve import methods as methods
 from kvsieve import models as models
-from kvsieve.planning.budget import Budget as Budget
 from kvsieve.errors import KvsieveError as KvsieveError
 from kvsieve.errors import KvsieveWarning as KvsieveWarning
-from kvsieve.lab.eval.evaluator import Evaluator as Evaluator
 from kvsieve.hf.attach import Sieve as Sieve
 from kvsieve.hf.attach import attach as attach
 from kvsieve.hf.cache.cache import SieveCache as SieveCache
+from kvsieve.lab.eval.evaluator import Evaluator as Evaluator
+from kvsieve.planning.budget import Budget as Budget
 from kvsieve.planning.plans import Plan as Plan
 from kvsieve.planning.profiles import Profile
 from kvsieve.planning.registry import list_methods as list_methods
