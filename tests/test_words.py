@@ -69,9 +69,7 @@ MOST_BY_PACKAGE = {
     "hf": 28,
     "kvsieve_vllm": 25,
     "lab/eval": 16,
-    "planning/roles": 18,
     "shared": 40,
-    "store": 37,
 }
 
 

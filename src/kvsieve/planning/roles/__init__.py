@@ -1,7 +1,7 @@
-"""The roles that a plan is made of: evictors, propagators, readers, codecs and what reads prompts sparsely.
+"""Roles of a plan: evictors, propagators, readers, codecs and sparse prefill.
 
-A role is a frozen dataclass that derives from one of these base classes: the object is the configuration. What belongs
-to a conversation lives on its cache, and is handed to the role in every call.
+A role is a frozen dataclass that derives from one of these base classes: the object is the configuration. State of a
+conversation is stored in its cache and passed to the role in every call.
 """
 
 from kvsieve.planning.roles.base import HeadScope, Role, Traits, role_class, role_name
