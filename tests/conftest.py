@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Two processes of two threads each on two cores slow each other tenfold. Subprocesses inherit this.
@@ -13,13 +12,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 import torch
 
-import kvsieve
 import surroundings
-import tiny_models
 from kvsieve.planning import budget
-
-# Until every branch imports them by their own name.
-sys.modules[f"{kvsieve.__name__}.models.families"] = tiny_models
 
 surroundings.settle()
 # Prompts of tests are short, and shares of them are to evict; tests/test_floor.py goes by the floor that users have.

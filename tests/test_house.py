@@ -251,3 +251,9 @@ def test_the_root_is_small():
     assert len(rooms) <= 26, sorted(rooms)
     assert max(map(floor, rooms)) <= 11
     assert len(arrows) <= 125
+
+
+def test_plain_tiny_models_are_built_in_one_place():
+    """`tiny.tiny_model` builds each configuration once; a test that changes a model builds its own."""
+    plain = r'@pytest\.fixture.*\ndef \w+\(\):\n    return build\("llama"(, dtype=torch\.float64)?\)'
+    assert found(plain, ROOT / "tests", "gpu/") == []
