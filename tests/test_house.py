@@ -257,3 +257,19 @@ def test_plain_tiny_models_are_built_in_one_place():
     """`tiny.tiny_model` builds each configuration once; a test that changes a model builds its own."""
     plain = r'@pytest\.fixture.*\ndef \w+\(\):\n    return build\("llama"(, dtype=torch\.float64)?\)'
     assert found(plain, ROOT / "tests", "gpu/") == []
+
+
+def test_an_assignment_makes_one_value():
+    """A statement that assigns several unrelated values, `a, b = x, y`, is rare: swaps and the like."""
+    assignments = [
+        node
+        for _, tree in modules().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign)
+    ]
+    packed = [
+        node
+        for node in assignments
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
+    ]
+    assert len(packed) <= 0.02 * len(assignments)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Set
 
 from source_tree import SOURCE, modules
 
-FILE, FUNCTION, PARAMETERS = 300, 60, 8
+FILE, FUNCTION, PARAMETERS = 400, 60, 8
 
 # Options of a public call, of which its user names those that are wanted: file and function.
 PUBLIC_OPTIONS = {"hf/sieve.py generate"}

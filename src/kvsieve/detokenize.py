@@ -9,7 +9,8 @@ from typing import Any
 # Replacement for bytes of an invalid or incomplete character.
 _PART = "\ufffd"
 # SentencePiece's notation of a byte, and of the space before a word.
-_BYTE, _SPACE = re.compile(r"<0x([0-9A-F]{2})>"), "\u2581"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_SPACE = "\u2581"
 # Last tokens of a prompt examined for the context of an answer.
 _BEFORE = 8
 
@@ -37,10 +38,12 @@ class Detokenizer:
             before: tokens that the answer continues, so that it may begin with a space. Default none: the answer is a
                 separate text.
         """
-        self.tokenizer, self.text = tokenizer, ""
+        self.tokenizer = tokenizer
+        self.text = ""
         # Tokens from `start` are decoded again; those up to `done` are context for the later ones.
         self._ids = self._context(before)
-        self._start, self._done = 0, len(self._ids)
+        self._start = 0
+        self._done = len(self._ids)
 
     def add(self, ids: Iterable[int]) -> str:
         """Add tokens, and return the text that they complete."""
@@ -56,7 +59,8 @@ class Detokenizer:
         piece = text_of(self.tokenizer, self._ids[self._start :])[len(before) :]
         if not piece or (piece.endswith(_PART) and not last):
             return ""
-        self._start, self._done = self._done, len(self._ids)
+        self._start = self._done
+        self._done = len(self._ids)
         self.text += piece
         return piece
 

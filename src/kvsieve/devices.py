@@ -59,8 +59,12 @@ def auto_dtype(device: str | torch.device | None = None) -> DtypeChoice:
 
 
 # Kinds of CPU, by what matters for attention and for products with weights.
-AMX, AVX512_BF16, AVX512, AVX2 = "AMX", "AVX-512 BF16", "AVX-512 without bfloat16", "AVX2"
-ARM_BF16, ARM = "ARM with bfloat16", "ARM"
+AMX = "AMX"
+AVX512_BF16 = "AVX-512 BF16"
+AVX512 = "AVX-512 without bfloat16"
+AVX2 = "AVX2"
+ARM_BF16 = "ARM with bfloat16"
+ARM = "ARM"
 
 
 def cpu_kind() -> str:

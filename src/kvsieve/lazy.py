@@ -17,7 +17,8 @@ class _Lazy:
     """Placeholder for torch, or a part of it, in kvsieve's modules that import it from here."""
 
     def __init__(self, module: str, name: str = "") -> None:
-        self._module, self._name = module, name
+        self._module = module
+        self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__") and attribute != "__version__":

@@ -8,7 +8,9 @@ import re
 _ORDERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 # Characters with a meaning in Markdown; an underscore within a word has none.
 _MARKS = re.compile(r"[\\`*\[\]<>|~#&$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
-_LONGEST, _HEAD, _TAIL = 1200, 800, 300
+_LONGEST = 1200
+_HEAD = 800
+_TAIL = 300
 
 
 def printable(text: str) -> str:

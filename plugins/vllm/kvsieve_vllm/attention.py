@@ -62,7 +62,8 @@ def planner_for(
         schedule: see StepPlanner.
         long: see GroupFacts.
     """
-    spec, config = builder.kv_cache_spec, builder.vllm_config
+    spec = builder.kv_cache_spec
+    config = builder.vllm_config
     options = EngineOptions.given(config.additional_config)
     assert options is not None
     if not isinstance(spec, FullAttentionSpec) or spec.sliding_window is not None:
@@ -104,7 +105,8 @@ class PlannedAttention(AttentionImpl):
         self._bounds: PageBounds | None = None
         # Of a layer that reads sparsely.
         self._reading: PageReading | None = None
-        evict, most = options.plan.evict, config.scheduler_config.max_num_seqs
+        evict = options.plan.evict
+        most = config.scheduler_config.max_num_seqs
         self._queries = ObservedQueries(evict.window if evict is not None else 0, most)
         self._states = EvictorStates(most)
 
@@ -162,7 +164,8 @@ class PlannedAttention(AttentionImpl):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
         for each in attn_metadata.rounds:
             self._look(key, kv_cache, slots, each.rows)
-            new, read = (query, key, value), {}
+            new = (query, key, value)
+            read = {}
             for prompt in each.prompts:
                 read[prompt.segment.request.number] = self._attend_prompt(layer, new, kv_cache, output, prompt)
             call = each.whole
@@ -253,10 +256,12 @@ class PlannedAttention(AttentionImpl):
         packing = end.packing
         if packing is None:
             return
-        evict, size = self._options.plan.evict, kv_cache.shape[2]
+        evict = self._options.plan.evict
+        size = kv_cache.shape[2]
         assert self._facts is not None and evict is not None
         keys, values = read or self._read_entries(layer, kv_cache, packing.pages, packing.stored)
-        kept, tail = packing.kept * size, packing.stored % size
+        kept = packing.kept * size
+        tail = packing.stored % size
         if self._options.self_test:
             chosen = torch.arange(kept - 1, -1, -1, device=keys.device).expand(len(keys), -1)
         else:

@@ -61,7 +61,9 @@ class StepPlanner:
         moved: Callable[[Tensor], Tensor],
         schedule: Callable[[int, int, Tensor, Tensor], Any],
     ) -> None:
-        self.facts, self.moved, self.schedule = facts, moved, schedule
+        self.facts = facts
+        self.moved = moved
+        self.schedule = schedule
 
     def rounds(self, common: Any) -> list[Round] | None:
         """Return a step's rounds; None where it is one that vLLM's own backend does alike.
@@ -129,7 +131,8 @@ class StepPlanner:
 
     def _pick(self, table: Tensor, numbers: Sequence[int]) -> Tensor:
         """Return rows of a table, whose numbers ascend."""
-        first, last = numbers[0], numbers[-1]
+        first = numbers[0]
+        last = numbers[-1]
         if last - first == len(numbers) - 1:
             return table[first : last + 1]
         return table.index_select(0, self.moved(torch.tensor(numbers)))
@@ -140,7 +143,8 @@ class StepPlanner:
         """Make a call in which the segments of these numbers attend to all their pages; None for none."""
         if not numbers:
             return None
-        segments, sizes = [segments[number] for number in numbers], [sizes[number] for number in numbers]
+        segments = [segments[number] for number in numbers]
+        sizes = [sizes[number] for number in numbers]
         pages = self._pick(pages, numbers)
         rows = [segment.end - segment.start for segment in segments]
         starts = torch.tensor([0, *rows], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -155,16 +159,21 @@ class StepPlanner:
         self, segments: Sequence[Segment], sizes: Sequence[int], pages: Tensor, read: Sequence[int]
     ) -> SparseCall | None:
         """Make the call of the segments, by their numbers, that read sparsely; None where they read everything."""
-        facts, reading = self.facts, self.facts.reading
+        facts = self.facts
+        reading = self.facts.reading
         if reading is None or not read:
             return None
-        page, heads = facts.page, facts.kv_heads
-        segments, sizes = [segments[number] for number in read], [sizes[number] for number in read]
+        page = facts.page
+        heads = facts.kv_heads
+        segments = [segments[number] for number in read]
+        sizes = [sizes[number] for number in read]
         reads = [reading.read(segment.end, size) for segment, size in zip(segments, sizes, strict=True)]
-        used, counts = [-(-size // page) for size in sizes], [each.pages for each in reads]
+        used = [-(-size // page) for size in sizes]
+        counts = [each.pages for each in reads]
         if counts == used and not reading.self_test:
             return None
-        entries, channels = [each.entries for each in reads], [each.channels for each in reads]
+        entries = [each.entries for each in reads]
+        channels = [each.channels for each in reads]
         lengths = torch.tensor(entries, dtype=torch.int32).repeat_interleave(heads)
         starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
         schedule = self.schedule(facts.heads // heads, 1, lengths, starts)
@@ -181,7 +190,8 @@ class StepPlanner:
         keeps = self.facts.retention
         if keeps is None:
             return []
-        ends, blocks = [], None
+        ends = []
+        blocks = None
         for number, segment in enumerate(segments):
             prompt = segment.request.prompt
             earlier, later = (keeps.wants_queries(prompt, at) for at in (segment.start, segment.end))

@@ -47,7 +47,8 @@ def _reasons(plan: Plan) -> list[str]:
 
 
 def _evictor_reasons(evict: Evictor) -> list[str]:
-    name, traits = type(evict).__name__, evict.traits
+    name = type(evict).__name__
+    traits = evict.traits
     if traits.is_view:
         return [f"{name} chooses afresh in every turn what may be read, and vLLM has no turns"]
     if traits.ragged:

@@ -57,7 +57,8 @@ class SieveCPUBuilder(CPUAttentionMetadataBuilder):
 
         With AMX vLLM's own multiplies matrices with it.
         """
-        dtype, numbers = self.kv_cache_spec.dtype, self.block_size * self.head_dim
+        dtype = self.kv_cache_spec.dtype
+        numbers = self.block_size * self.head_dim
         ours = self.isa != "amx" and dtype == self.dtype and numbers <= MOST and has_kernel(dtype, self.head_dim)
         return LONG if ours else None
 

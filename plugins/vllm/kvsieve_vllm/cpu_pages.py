@@ -26,7 +26,8 @@ class PageLayout:
     """
 
     def __init__(self, isa: str, page: int, dim: int, dtype: torch.dtype) -> None:
-        self.page, self.dim = page, dim
+        self.page = page
+        self.dim = dim
         numbers = torch.arange(page * dim)
         given = numbers.to(dtype)
         if dtype.itemsize == 2:
@@ -38,7 +39,8 @@ class PageLayout:
         cache = torch.zeros(1, 1, 2 * page, dim, dtype=dtype)
         keys, values = cache.chunk(2, dim=2)
         ops.cpu_attn_reshape_and_cache(given, given.clone(), keys, values, torch.arange(page), isa)
-        self._to, self._from = [], []
+        self._to = []
+        self._from = []
         for half in (keys, values):
             found = half.contiguous().view(-1)
             found = (found.view(torch.int16) if dtype.itemsize == 2 else found).long()

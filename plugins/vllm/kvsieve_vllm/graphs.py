@@ -31,11 +31,15 @@ class ReplayedSteps:
     """
 
     def __init__(self, planner: StepPlanner, requests: int, longest: int) -> None:
-        facts, moved = planner.facts, planner.moved
+        facts = planner.facts
+        moved = planner.moved
         assert facts.reading is not None and facts.retention is None
-        self._facts, self._reading, self._moved = facts, facts.reading, moved
+        self._facts = facts
+        self._reading = facts.reading
+        self._moved = moved
         self._schedule = planner.schedule
-        self._requests, self._longest = requests, longest
+        self._requests = requests
+        self._longest = longest
         # Requests up to the budget are read whole, and budgets grow with lengths: each number of pages at its least.
         reads = [self._reading.read(length, length) for length in (*range(1, longest, facts.page), longest)]
         self._most = max(2, *(each.pages for each in reads))
@@ -60,9 +64,13 @@ class ReplayedSteps:
         if not captured and any(0 < end <= prompt for end, prompt in zip(ends, prompts, strict=True)):
             return None
         self._fill(ends)
-        facts, rows, heads = self._facts, slice(0, number), self._facts.kv_heads
-        table, sizes = common.block_table_tensor, common.seq_lens
-        lengths, starts = self._lengths[: number * heads], self._starts[: number * heads + 1]
+        facts = self._facts
+        rows = slice(0, number)
+        heads = self._facts.kv_heads
+        table = common.block_table_tensor
+        sizes = common.seq_lens
+        lengths = self._lengths[: number * heads]
+        starts = self._starts[: number * heads + 1]
         sparse = SparseCall(
             PagedCall(
                 rows, starts, lengths, (1, self._most * facts.page), None,
@@ -106,7 +114,8 @@ def _prompts_aside(determine: Callable[..., Any]) -> Callable[..., Any]:
     def determined(self: Any, *args: Any, **given: Any) -> Any:
         asked = given.get("force_uniform_decode") is None
         if asked and EngineOptions.given(self.vllm_config.additional_config) is not None:
-            number, batch = given["num_reqs"], self.input_batch
+            number = given["num_reqs"]
+            batch = self.input_batch
             if (batch.num_computed_tokens_cpu[:number] < batch.num_prompt_tokens[:number]).any():
                 given["force_uniform_decode"] = False
         return determine(self, *args, **given)

@@ -33,7 +33,8 @@ class FreedCounts:
             blocks: freed.
             entries: per KV head that its other blocks hold.
         """
-        counted, self._last = moment == self._last, moment
+        counted = moment == self._last
+        self._last = moment
         for name, count in zip(self._sums, (0, blocks, 0) if counted else (1, blocks, entries), strict=True):
             self._sums[name] += count
 

@@ -51,7 +51,8 @@ class EngineOptions:
                 f'additional_config["{KEY}"] takes a plan such as "METHOD:budget=256", or a dict with "plan" and, for '
                 f'tests, "self_test"; got {short(found)}'
             )
-        text, settled = found["plan"], found.get("settled")
+        text = found["plan"]
+        settled = found.get("settled")
         plan = Plan.from_dict(settled) if settled is not None else plan_named(text)
         return cls(plan, text, settled is not None, bool(found.get("self_test", False)))
 

@@ -65,7 +65,9 @@ def choose_entries(evictor: Evictor, layer: LayerFacts, offered: Offered, kept: 
     Raises:
         CacheStateError: the evictor chose another number of entries.
     """
-    query, keys, values = offered.query, offered.keys, offered.values
+    query = offered.query
+    keys = offered.keys
+    values = offered.values
     heads, size = keys.shape[:2]
     index = torch.arange(size, dtype=torch.int32, device=keys.device).expand(1, heads, size)
     new = len(query)
@@ -107,7 +109,8 @@ class ObservedQueries:
     """
 
     def __init__(self, window: int, most: int) -> None:
-        self._window, self._most = window, most
+        self._window = window
+        self._most = most
         self._held: dict[int, tuple[int, Tensor]] = {}
 
     def hold(self, block: int, end: int, query: Tensor) -> None:

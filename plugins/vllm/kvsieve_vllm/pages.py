@@ -42,7 +42,9 @@ class PageBounds:
     def __init__(
         self, pages: int, heads: int, dim: int, page: int, like: Tensor, *, parts: int = 1, means: bool = False
     ) -> None:
-        self.page, self.parts, self._means = page // parts, parts, means
+        self.page = page // parts
+        self.parts = parts
+        self._means = means
         dtype = torch.float32 if means else like.dtype
         self.table = like.new_zeros(pages * parts, heads, 1 if means else 2, dim, dtype=dtype)
 
@@ -111,7 +113,8 @@ def choose_pages(
     """
     if usable(bounds):
         return compiled.choose_pages(bounds, question, table, sizes, counts, most, page, parts)
-    width, heads = table.shape[1], bounds.shape[1]
+    width = table.shape[1]
+    heads = bounds.shape[1]
     if kernels.usable(bounds, question) and kernels.choice_fits(width, parts):
         scores = kernels.paged_scores(bounds, question, table, sizes, page // parts, parts)
         return kernels.paged_choice(scores, table, sizes, counts, most, page // parts, parts, bounds.shape[2] == 1)
@@ -119,7 +122,8 @@ def choose_pages(
     weights = weights.unflatten(-1, (width, parts)).amax(-1)
     places = torch.arange(width, device=table.device)
     pages = (sizes.long() + page - 1) // page
-    newest, beyond = places == (pages - 1)[:, None], places >= pages[:, None]
+    newest = places == (pages - 1)[:, None]
+    beyond = places >= pages[:, None]
     weights = weights.masked_fill(newest[:, None], math.inf).masked_fill(beyond[:, None], -1.0)
     best = weights.topk(min(most, width), dim=-1).indices
     wanted = torch.minimum(counts.long(), pages)[:, None, None]
@@ -139,7 +143,8 @@ def _weights(bounds: Tensor, question: Tensor, table: Tensor, sizes: Tensor, pag
     """Weigh every page, or part of one, for all query heads of a KV head together: [requests, heads, width]."""
     places = torch.arange(table.shape[1], device=table.device)
     pages = (sizes.long() + page - 1) // page
-    newest, beyond = places == (pages - 1)[:, None], places >= pages[:, None]
+    newest = places == (pages - 1)[:, None]
+    beyond = places >= pages[:, None]
     if kernels.usable(bounds, question):
         scores = kernels.paged_scores(bounds, question, table, sizes, page)
     else:

@@ -32,7 +32,8 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
-    update, backend = platform.check_and_update_config.__func__, platform.get_attn_backend_cls.__func__
+    update = platform.check_and_update_config.__func__
+    backend = platform.get_attn_backend_cls.__func__
 
     @classmethod  # type: ignore[misc]
     @functools.wraps(update)
@@ -77,7 +78,8 @@ def configure(vllm_config: Any) -> None:
 
     options = EngineOptions.given(vllm_config.additional_config)
     assert options is not None
-    cache, model = vllm_config.cache_config, vllm_config.model_config
+    cache = vllm_config.cache_config
+    model = vllm_config.model_config
     if not cache.user_specified_block_size:
         cache.block_size = BLOCK_SIZE
         # On GPUs vLLM chooses again later, unless a user has.
@@ -91,7 +93,8 @@ def configure(vllm_config: Any) -> None:
         cache.enable_prefix_caching = False
         if facts.recurrent:
             # What vLLM itself decides where it is off: a request keeps one state per recurrent layer, the latest.
-            cache.mamba_cache_mode, cache.mamba_block_size = "none", model.max_model_len
+            cache.mamba_cache_mode = "none"
+            cache.mamba_block_size = model.max_model_len
     settle_graphs(vllm_config.compilation_config, options.plan.evict is not None)
     install()
     model.model_arch_config.rswa_window = PROMPT_LENGTHS
@@ -128,7 +131,9 @@ def facts_of(vllm_config: Any) -> EngineFacts:
 
     from kvsieve_vllm.engine import EngineFacts
 
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    model = vllm_config.model_config
+    cache = vllm_config.cache_config
+    parallel = vllm_config.parallel_config
     refused = {
         "speculative": vllm_config.speculative_config is not None,
         "kv_transfer": vllm_config.kv_transfer_config is not None,

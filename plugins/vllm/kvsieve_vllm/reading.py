@@ -55,7 +55,8 @@ class PageReading:
         Raises:
             PlanError: they do not divide into the reader's own, or are too large for its budget; or layers differ.
         """
-        name, own = type(self.reader).__name__, self.reader.page
+        name = type(self.reader).__name__
+        own = self.reader.page
         if own is not None and self.page % own:
             raise PlanError(
                 f"{name}: the engine's blocks of {self.page} entries cannot be divided into pages of {own}; give a "

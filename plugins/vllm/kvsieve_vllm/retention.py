@@ -76,7 +76,8 @@ class BlockRetention:
         """
         if processed < prompt:
             return 0, 0
-        kept, end = self.kept_blocks(prompt), self._acted(prompt, processed) // self.block
+        kept = self.kept_blocks(prompt)
+        end = self._acted(prompt, processed) // self.block
         return (kept, end) if end > kept else (0, 0)
 
     def moments(self, prompt: int, start: int, end: int) -> list[int]:
@@ -87,7 +88,8 @@ class BlockRetention:
             start: tokens processed before a pass.
             end: tokens processed after it.
         """
-        asked, at = [], self._next(prompt, start)
+        asked = []
+        at = self._next(prompt, start)
         while at is not None and at <= end:
             asked.append(at)
             at = self._next(prompt, at)

@@ -73,7 +73,9 @@ def rounds_of(
     """
     rounds: list[list[Segment]] = [[]]
     for request in requests:
-        start, end, prompt = request.start, request.end, request.prompt
+        start = request.start
+        end = request.end
+        prompt = request.prompt
         cuts = [] if retention is None else retention.moments(prompt, start, end)
         ends = {*cuts, end}
         if singly and end > prompt:

@@ -79,7 +79,8 @@ class SieveTritonBuilder(triton_attn.TritonAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         # The window by which vLLM comes to tell prompt lengths hides nothing, so the kernel need not look at it.
         self.rswa_window = None
-        parts, heads = triton_attn.NUM_PAR_SOFTMAX_SEGMENTS, self.num_heads_q
+        parts = triton_attn.NUM_PAR_SOFTMAX_SEGMENTS
+        heads = self.num_heads_q
         # On some GPUs vLLM makes four times the parts of fewer rows; this division holds as many requests everywhere.
         self._split = SplitSoftmax(
             self.seq_threshold_3D,
@@ -130,7 +131,8 @@ class SieveTritonBuilder(triton_attn.TritonAttentionMetadataBuilder):
 
     def _schedule(self, heads: int, kv_heads: int, lengths: Tensor, starts: Tensor) -> SplitSoftmax:
         """Return the room, for as many rows of so many query heads as fit into it."""
-        split, times = self._split, self.num_heads_q // heads
+        split = self._split
+        times = self.num_heads_q // heads
         return SplitSoftmax(split.most * times, split.parts, split.outputs, split.greatest, split.sums)
 
 

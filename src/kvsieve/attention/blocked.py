@@ -23,16 +23,21 @@ def blocked_attention(request: AttentionRequest[DenseEntries, None]) -> Tensor:
     repeated and later keys are not computed. Weights overwrite their logits: those of one block are in memory at a
     time. A block is as wide as the next of `_WIDTHS` marks; keys after it are masked.
     """
-    asked, valid = request.asked, request.stored.valid
-    query, keys, values = asked.query, request.stored.keys, request.stored.values
+    asked = request.asked
+    valid = request.stored.valid
+    query = asked.query
+    keys = request.stored.keys
+    values = request.stored.values
     batch, query_heads, new, dim = query.shape
-    heads, length = keys.shape[1], keys.shape[2]
+    heads = keys.shape[1]
+    length = keys.shape[2]
     groups = query_heads // heads
     most = _QUERIES
     while most > 16 and most * batch * query_heads * length > _ELEMENTS:
         most //= 2
     step = -(-length // (_WIDTHS * most)) * most
-    keys, values = keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1)
+    keys = keys.flatten(0, 1).transpose(1, 2)
+    values = values.flatten(0, 1)
     later = torch.ones(most, most + step, dtype=torch.bool, device=query.device).triu(1)
     # As the layer's output projection wants it: heads of a token side by side.
     out = query.new_empty(batch, new, query_heads, values.shape[-1]).transpose(1, 2)
@@ -42,11 +47,13 @@ def blocked_attention(request: AttentionRequest[DenseEntries, None]) -> Tensor:
     scratch = query.new_empty(min(most, new) * batch * query_heads * (length + more))
     for first in range(0, new, most):
         last = min(first + most, new)
-        rows, seen = last - first, length - new + last
+        rows = last - first
+        seen = length - new + last
         width = min(-(-seen // step) * step, length)
         shape = batch * heads, groups * rows, width + more
         padded = scratch[: shape[0] * shape[1] * shape[2]].view(shape)
-        part, logits = query[:, :, first:last].reshape(-1, groups * rows, dim), padded[..., :width]
+        part = query[:, :, first:last].reshape(-1, groups * rows, dim)
+        logits = padded[..., :width]
         torch.baddbmm(logits, part, keys[..., :width], beta=0, alpha=asked.scale, out=logits)
         cap(logits, asked)
         each = padded.view(batch, heads, groups, rows, -1)

@@ -24,7 +24,8 @@ def has_kernel(dtype: torch.dtype, dim: int) -> bool:
 
 
 def why_not_kernel(request: AttentionRequest[DenseEntries, None]) -> str | None:
-    asked, stored = request.asked, request.stored
+    asked = request.asked
+    stored = request.stored
     if asked.query.shape[2] < _LEAST:
         return f"fewer than {_LEAST} tokens"
     reason = why_not_padded(request) or why_not_learned(request)
@@ -32,7 +33,9 @@ def why_not_kernel(request: AttentionRequest[DenseEntries, None]) -> str | None:
 
 
 def kernel_attention(request: AttentionRequest[DenseEntries, None]) -> Tensor:
-    asked, stored, grid = request.asked, request.stored, _grid(request)
+    asked = request.asked
+    stored = request.stored
+    grid = _grid(request)
     rows = asked.query.shape[0], 1, grid.query_blocks
     # Each block of queries is given all blocks of keys before its own.
     lists = torch.arange(grid.key_blocks, dtype=torch.int32).expand(*rows, -1).contiguous()

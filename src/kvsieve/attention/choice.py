@@ -163,14 +163,17 @@ def _better(products: bool, ratios: list[float]) -> bool:
 @torch.no_grad()
 def measured(dtype: torch.dtype) -> dict[str, list[float]]:
     """Measure products over torch's kernel: 256 tokens after 1,280, and a token over keys that no cache holds."""
-    heads, groups, dim = 3, 3, 64
+    heads = 3
+    groups = 3
+    dim = 64
     scale = dim**-0.5
     source = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> Tensor:
         return torch.rand(shape, generator=source).to(dtype)
 
-    query, token = some(1, heads * groups, 256, dim), AttentionQueries(some(1, heads, groups, dim), scale)
+    query = some(1, heads * groups, 256, dim)
+    token = AttentionQueries(some(1, heads, groups, dim), scale)
     stored = some(1, heads, 4096, dim)
     entries = DenseEntries(stored[:, :, :1536], stored[:, :, 1536:3072])
     prompt: AttentionRequest[DenseEntries, None] = AttentionRequest(AttentionQueries(query, scale), entries)

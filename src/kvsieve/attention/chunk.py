@@ -22,10 +22,14 @@ def chunk_attention(request: AttentionRequest[DenseEntries, None]) -> Tensor:
     two are merged by their log-sum-exp. Under a mask the kernel would also compute hidden pairs
     (benchmarks/speed/cpu_kinds.py has the times).
     """
-    asked, keys, values = request.asked, request.stored.keys, request.stored.values
-    query, scale = asked.query, asked.scale
+    asked = request.asked
+    keys = request.stored.keys
+    values = request.stored.values
+    query = asked.query
+    scale = asked.scale
     batch, query_heads, new, dim = query.shape
-    heads, before = keys.shape[1], keys.shape[2] - new
+    heads = keys.shape[1]
+    before = keys.shape[2] - new
     groups = query_heads // heads
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     late_keys, late_values = (part[:, :, before:].repeat_interleave(groups, 1) for part in (keys, values))

@@ -39,13 +39,15 @@ def _why_not_triton(request: _Request) -> str | None:
 
 
 def _triton(request: _Request) -> Tensor:
-    asked, stored = request.asked, request.stored
+    asked = request.asked
+    stored = request.stored
     length = None if stored.length is None else stored.length.count
     return kernels.decode_attention(asked, stored.keys, stored.values, length=length, valid=stored.valid)
 
 
 def _why_not_c(request: _Request) -> str | None:
-    asked, stored = request.asked, request.stored
+    asked = request.asked
+    stored = request.stored
     if (reason := why_not_plain(request)) is not None:
         return reason
     if stored.length is not None:
@@ -56,12 +58,14 @@ def _why_not_c(request: _Request) -> str | None:
 
 
 def _c(request: _Request) -> Tensor:
-    asked, stored = request.asked, request.stored
+    asked = request.asked
+    stored = request.stored
     return native.token_attention(asked.query, stored.keys, stored.values, scale=asked.scale, valid=stored.valid)
 
 
 def _why_not_beside_sinks(request: _Request) -> str | None:
-    asked, stored = request.asked, request.stored
+    asked = request.asked
+    stored = request.stored
     if asked.softcap is not None or asked.sinks is None:
         return "it is for sinks alone"
     if stored.valid is not None or stored.length is not None:
@@ -72,7 +76,8 @@ def _why_not_beside_sinks(request: _Request) -> str | None:
 
 
 def _beside_sinks(request: _Request) -> Tensor:
-    asked, stored = _grouped(request), request.stored
+    asked = _grouped(request)
+    stored = request.stored
     return _by_head(request, chunk.token_attention(asked, stored.keys, stored.values))
 
 
@@ -86,7 +91,8 @@ def _products(request: _Request) -> Tensor:
 
 
 def _torch(request: _Request) -> Tensor:
-    stored, asked = request.stored, _grouped(request)
+    stored = request.stored
+    asked = _grouped(request)
     mask = _token_mask(stored)
     return _by_head(
         request,
@@ -110,7 +116,8 @@ def _uneven(stored: DenseEntries) -> bool:
 
 def _grouped(request: _Request) -> AttentionQueries:
     """Queries [B, H, G, D] of one token: those of a group are rows of one block, so keys are read once per KV head."""
-    query, heads = request.asked.query, request.stored.keys.shape[1]
+    query = request.asked.query
+    heads = request.stored.keys.shape[1]
     return request.asked.of(query.reshape(query.shape[0], heads, query.shape[1] // heads, query.shape[3]))
 
 
@@ -120,7 +127,8 @@ def _by_head(request: _Request, out: Tensor) -> Tensor:
 
 def _token_mask(stored: DenseEntries) -> Tensor | None:
     """Return the mask of the entries a token sees, bool [B or 1, H or 1, 1, N]; None for all."""
-    valid, length = stored.valid, stored.length
+    valid = stored.valid
+    length = stored.length
     if length is not None:
         real = length.real(stored.keys.shape[2])[None, None, None]
         return real if valid is None else real & valid[:, :, None]
@@ -148,12 +156,14 @@ def _why_not_by_products(request: _Request) -> str | None:
 
 
 def _why_not_few(request: _Request) -> str | None:
-    asked, stored = request.asked, request.stored
+    asked = request.asked
+    stored = request.stored
     return few.why_not_few(asked.query, stored.keys, stored.values, asked.scale)
 
 
 def _few(request: _Request) -> Tensor:
-    asked, stored = request.asked, request.stored
+    asked = request.asked
+    stored = request.stored
     return few.few_attention(asked, stored.keys, stored.values)
 
 
@@ -184,12 +194,16 @@ def _why_not_aligned(request: _Request) -> str | None:
 
 def _aligned(request: _Request) -> Tensor:
     """Flash attention aligns the causal mask to the last entry and needs none in memory."""
-    new, length = request.asked.query.shape[2], request.stored.keys.shape[2]
+    new = request.asked.query.shape[2]
+    length = request.stored.keys.shape[2]
     return _sdpa(request, causal_lower_right(new, length))
 
 
 def _masked(request: _Request) -> Tensor:
-    query, keys, values, valid = request.asked.query, request.stored.keys, request.stored.values, request.stored.valid
+    query = request.asked.query
+    keys = request.stored.keys
+    values = request.stored.values
+    valid = request.stored.valid
     (batch, query_heads, new, _), length = query.shape, keys.shape[2]
     masks = 1 if valid is None else batch * query_heads
     block = max(16, min(1024, _MASK_ELEMENTS // (masks * length)))
@@ -211,7 +225,8 @@ def _masked(request: _Request) -> Tensor:
 
 def _sdpa(request: _Request, mask: Tensor | None, *, is_causal: bool = False) -> Tensor:
     """Let torch attend to all entries."""
-    stored, asked = request.stored, request.asked
+    stored = request.stored
+    asked = request.asked
     return F.scaled_dot_product_attention(
         asked.query,
         stored.keys,
@@ -230,11 +245,15 @@ def _why_not_rows(request: _Request) -> str | None:
 
 def _rows(request: _Request, attend: Callable[[_Request], Tensor]) -> Tensor:
     """Attend row by row over the real entries only: no masks, and padding costs nothing."""
-    query, keys, values, valid = request.asked.query, request.stored.keys, request.stored.values, request.stored.valid
+    query = request.asked.query
+    keys = request.stored.keys
+    values = request.stored.values
+    valid = request.stored.valid
     assert valid is not None
     batch, query_heads, new, _ = query.shape
     out = query.new_empty(batch, new, query_heads, values.shape[-1]).transpose(1, 2)
-    reals, shown = valid[:, 0], valid[:, 0, -new:]
+    reals = valid[:, 0]
+    shown = valid[:, 0, -new:]
     # How many are real, and the first of them: read at once, since the host waits for it.
     facts = torch.stack([each for part in (reals, shown) for each in (part.sum(-1), part.to(torch.uint8).argmax(-1))])
     for row, (stored, first, fresh, begin) in enumerate(facts.T.tolist()):
@@ -251,7 +270,8 @@ def _rows(request: _Request, attend: Callable[[_Request], Tensor]) -> Tensor:
 
 def prompt_rows(attend: Callable[[_Request], Tensor]) -> tuple[Executor, ...]:
     """Return the executors for many tokens; attend: computes the rows of a padded batch."""
-    split, whole = each_of(_why_not_even, why_not_padded, why_not_learned), each_of(why_not_plain, why_not_padded)
+    split = each_of(_why_not_even, why_not_padded, why_not_learned)
+    whole = each_of(why_not_plain, why_not_padded)
     return (
         Executor("row by row", _why_not_rows, lambda request: _rows(request, attend)),
         Executor("C, few tokens", each_of(why_not_padded, why_not_learned, _why_not_few), _few),

@@ -55,7 +55,8 @@ class UpProjection:
 
     def expand(self, entries: Tensor, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Keys [B, X, N, D] and values [B, X, N, Dv] that some heads make of entries [B, 1, N, R + Dr]."""
-        latents, turned = entries[..., : self.rank], entries[..., self.rank :]
+        latents = entries[..., : self.rank]
+        turned = entries[..., self.rank :]
         straight = latents @ self.keys[heads].transpose(1, 2)
         turned = turned.expand(*straight.shape[:-1], -1)
         keys = torch.cat([turned, straight] if self.rotated_first else [straight, turned], -1)
@@ -107,20 +108,23 @@ def _why_not_absorbed(request: _Request) -> str | None:
     """Many queries attend to expanded keys and values, few to the latents: the way with fewer products is taken."""
     stored, (new, dim) = request.stored, request.asked.query.shape[2:]
     up = stored.up
-    plain, width = up.keys.shape[1], up.values.shape[1]
+    plain = up.keys.shape[1]
+    width = up.values.shape[1]
     more = stored.entries.shape[-1] + up.rank - dim - width
     return None if new * more <= up.rank * (plain + width) else "it computes more for so many tokens"
 
 
 def _absorbed(request: _Request, attend: _Attend) -> Tensor:
-    asked, stored = request.asked, request.stored
+    asked = request.asked
+    stored = request.stored
     entries = DenseEntries(stored.entries, stored.entries[..., : stored.up.rank], stored.valid)
     return stored.up.outputs(attend(AttentionRequest(asked.of(stored.up.queries(asked.query)), entries)))
 
 
 def _expanded(request: _Request, attend: _Attend) -> Tensor:
     """Attend to keys and values that are expanded for some heads at a time."""
-    asked, stored = request.asked, request.stored
+    asked = request.asked
+    stored = request.stored
     batch, query_heads, _, dim = asked.query.shape
     step = max(1, _ELEMENTS // (batch * stored.entries.shape[2] * (dim + stored.up.values.shape[1])))
     outs = []

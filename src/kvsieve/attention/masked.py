@@ -16,9 +16,13 @@ _Request = AttentionRequest[DenseEntries, Shown]
 
 
 def _torch(request: _Request) -> Tensor:
-    query, keys, values, mask = request.asked.query, request.stored.keys, request.stored.values, request.sees.mask
+    query = request.asked.query
+    keys = request.stored.keys
+    values = request.stored.values
+    mask = request.sees.mask
     batch, query_heads, new, dim = query.shape
-    heads, scale = keys.shape[1], request.asked.scale
+    heads = keys.shape[1]
+    scale = request.asked.scale
     groups = query_heads // heads
     if new == 1 and mask.shape[1] == 1:
         # The query heads of a group become the rows of one query block: keys are read once per KV head.
@@ -30,13 +34,18 @@ def _torch(request: _Request) -> Tensor:
 
 def _products(request: _Request) -> Tensor:
     """Attend by products; the output of a query that sees nothing is finite and otherwise undefined."""
-    asked, mask = request.asked, request.sees.mask
-    query, keys, values = asked.query, request.stored.keys, request.stored.values
+    asked = request.asked
+    mask = request.sees.mask
+    query = asked.query
+    keys = request.stored.keys
+    values = request.stored.values
     batch, query_heads, new, dim = query.shape
-    heads, length = keys.shape[1], keys.shape[2]
+    heads = keys.shape[1]
+    length = keys.shape[2]
     groups = query_heads // heads
     mask = mask.unsqueeze(2) if mask.shape[1] == 1 else mask.unflatten(1, (heads, groups))
-    sinks, least = sinks_of(asked, heads, groups, 1, 1), torch.finfo(query.dtype).min
+    sinks = sinks_of(asked, heads, groups, 1, 1)
+    least = torch.finfo(query.dtype).min
     block = max(16, _ELEMENTS // (batch * query_heads * length))
     parts = []
     for first in range(0, new, block):

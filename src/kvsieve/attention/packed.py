@@ -23,7 +23,8 @@ from kvsieve.kernels.inputs import PackedBlocks
 from kvsieve.types import AttentionQueries
 
 # Numbers that the plain path decodes at once: what caches hold; on GPUs in fewer launches.
-_AT_ONCE, _AT_ONCE_ON_GPUS = 1 << 20, 1 << 22
+_AT_ONCE = 1 << 20
+_AT_ONCE_ON_GPUS = 1 << 22
 
 # Exact entries that the kernel takes at a time where none are encoded.
 _TOKENS = 128
@@ -33,7 +34,8 @@ _Request = AttentionRequest[EncodedEntries, None]
 
 
 def _why_not_triton(request: _Request) -> str | None:
-    query, store = request.asked.query, request.stored.store
+    query = request.asked.query
+    store = request.stored.store
     if (reason := kernels.why_not(query)) is not None:
         return reason
     if query.dtype != store.dtype:
@@ -57,14 +59,19 @@ def _why_not_c(request: _Request) -> str | None:
 
 def _c(request: _Request) -> Tensor:
     """Attend in C; the products of bfloat16 queries are as in `native.AskedBlocks`."""
-    asked, store, query = request.asked, request.stored.store, _rows(request)
-    bodies, narrow, cap = _bodies(store), asked.query.dtype == torch.bfloat16, asked.softcap
+    asked = request.asked
+    store = request.stored.store
+    query = _rows(request)
+    bodies = _bodies(store)
+    narrow = asked.query.dtype == torch.bfloat16
+    cap = asked.softcap
     if asked.query.shape[2] > 1:
         # Each token sees others of the exact entries, which are few.
         parts = [_over_exact(query, request), *(_body_by_c(query, body, narrow, cap) for body in bodies)]
         return _by_head(request, joined(parts, _sinks(request)))
     exact = native.AskedExact(query, store.exact.keys, store.exact.values, _seen(store))
-    tokens, sinks = bodies[0].tokens if bodies else _TOKENS, _sinks(request)
+    tokens = bodies[0].tokens if bodies else _TOKENS
+    sinks = _sinks(request)
     if not bodies:
         return _by_head(request, native.attend(None, exact, tokens=tokens, cap=cap, sinks=sinks))
     if len(bodies) == 1 and not bodies[0].values.turns:
@@ -81,7 +88,8 @@ def _body_by_c(query: Tensor, body: Body, narrow: bool, cap: float | None) -> Su
 
 
 def _torch(request: _Request) -> Tensor:
-    query, store = _rows(request), request.stored.store
+    query = _rows(request)
+    store = request.stored.store
     bodies = [_plain(query, body, request.asked) for body in _bodies(store)]
     return _by_head(request, joined([_over_exact(query, request), *bodies], _sinks(request)))
 
@@ -92,7 +100,8 @@ def _bodies(store: PackedStore) -> list[Body]:
 
 def _rows(request: _Request) -> Tensor:
     """Queries of each KV row, scaled: float32 [R, G * L, D]."""
-    query, rows = request.asked.query, len(request.asked.query) * request.stored.store.heads
+    query = request.asked.query
+    rows = len(request.asked.query) * request.stored.store.heads
     return query.reshape(rows, -1, query.shape[-1]).float() * request.asked.scale
 
 
@@ -109,9 +118,12 @@ def _by_head(request: _Request, out: Tensor) -> Tensor:
 
 
 def _exact_by_triton(request: _Request) -> Sums:
-    asked, exact, length = request.asked, request.stored.store.exact, request.stored.length
+    asked = request.asked
+    exact = request.stored.store.exact
+    length = request.stored.length
     query = asked.query.reshape(len(asked.query) * request.stored.store.heads, -1, asked.query.shape[-1])
-    count, alone = None if length is None else length.count, AttentionQueries(query, asked.scale, asked.softcap)
+    count = None if length is None else length.count
+    alone = AttentionQueries(query, asked.scale, asked.softcap)
     out, norm = kernels.exact_decode(alone, exact.keys, exact.values, length=count, valid=exact.valid)
     return out.float()[:, None], norm[:, None], torch.ones_like(norm)[:, None]
 
@@ -125,7 +137,8 @@ def _by_triton(query: Tensor, body: Body, asked: AttentionQueries) -> Sums:
 
 
 def _blocks(pool: BlockPool, device: torch.device) -> PackedBlocks:
-    codes, form = pool.codes, pool.form
+    codes = pool.codes
+    form = pool.form
     assert codes is not None
     levels = None if form.levels is None else _levels(form.levels, device)
     group = form.group if form.axis == "token" else 0
@@ -134,7 +147,8 @@ def _blocks(pool: BlockPool, device: torch.device) -> PackedBlocks:
 
 def _seen(store: PackedStore, length: DeviceLength | None = None) -> Tensor | None:
     """Mask of the exact entries that are seen, bool [R or 1, size]; None for all. length: as in packed_attention."""
-    valid, there = store.exact.valid, None if length is None else length.real(store.exact.size)[None]
+    valid = store.exact.valid
+    there = None if length is None else length.real(store.exact.size)[None]
     if valid is None:
         return there
     real = valid.expand(-1, store.heads, -1).flatten(0, 1)
@@ -147,8 +161,10 @@ def _seen(store: PackedStore, length: DeviceLength | None = None) -> Tensor | No
 
 
 def _over_exact(query: Tensor, request: _Request) -> Sums:
-    store, new = request.stored.store, request.asked.query.shape[2]
-    keys, values = store.exact.keys.flatten(0, 1), store.exact.values.flatten(0, 1)
+    store = request.stored.store
+    new = request.asked.query.shape[2]
+    keys = store.exact.keys.flatten(0, 1)
+    values = store.exact.values.flatten(0, 1)
     logits = cap(query @ keys.float().transpose(1, 2), request.asked)
     if new > 1:
         logits.unflatten(1, (-1, new)).masked_fill_(_hidden(store, new), float("-inf"))
@@ -161,7 +177,8 @@ def _over_exact(query: Tensor, request: _Request) -> Sums:
 
 def _hidden(store: PackedStore, new: int) -> Tensor:
     """Tell which exact entries each of the last `new` tokens does not see, bool [R or 1, 1, new, size]."""
-    slots, valid = torch.arange(store.exact.size, device=store.device), store.exact.valid
+    slots = torch.arange(store.exact.size, device=store.device)
+    valid = store.exact.valid
     own = slots[-new:, None]
     hidden = (slots > own)[None, None]
     if valid is None:
@@ -198,7 +215,8 @@ def _turned_back(acc: Tensor, total: Tensor, part: BlockPool) -> Tensor:
 
 def _packed_part(pool: BlockPool) -> native.PackedPart:
     """Return the addresses of a pool, cached until its buffers change."""
-    codes, form = pool.codes, pool.form
+    codes = pool.codes
+    form = pool.form
     assert codes is not None
     known = _known.get(pool)
     if known is None or known[0] is not codes:
@@ -220,12 +238,14 @@ def _levels(levels: tuple[float, ...], device: torch.device) -> Tensor:
 
 def _plain(query: Tensor, body: Body, asked: AttentionQueries) -> Sums:
     """In plain torch, some blocks of all KV rows at a time."""
-    block, rows = body.tokens, len(body.table)
+    block = body.tokens
+    rows = len(body.table)
     at_once = _AT_ONCE_ON_GPUS if query.is_cuda else _AT_ONCE
     step = max(1, at_once // (rows * block * max(body.keys.dim, body.values.dim)))
     out = []
     for start in range(0, body.table.shape[1], step):
-        table, fills = body.table[:, start : start + step], body.fills[:, start : start + step]
+        table = body.table[:, start : start + step]
+        fills = body.fills[:, start : start + step]
         numbers = torch.arange(rows, device=table.device).repeat_interleave(table.shape[1])
         keys, values = (part.blocks(table.flatten(), numbers) for part in (body.keys, body.values))
         logits = cap(query @ keys.view(rows, -1, keys.shape[-1]).transpose(1, 2), asked)

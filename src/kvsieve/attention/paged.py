@@ -58,7 +58,8 @@ class CompiledReading:
         self, store: LayerMemory, grouped: RowGroups, recipes: Sequence[PageRecipe | None], query_heads: int
     ) -> None:
         keys = store.buffers()[0]
-        self.grouped, self.recipes = grouped, tuple(recipes)
+        self.grouped = grouped
+        self.recipes = tuple(recipes)
         self._groups = query_heads // grouped.heads
         total = sum(len(group.row) for group in grouped.groups)
         newest = any(each is not None and each.newest for each in recipes)
@@ -92,11 +93,16 @@ class CompiledReading:
                 body = group.body = body.contiguous()
             for at, (number, tail) in enumerate(zip(numbers, group.tail.tolist(), strict=True)):
                 row = self._job.rows[start + at]
-                row.number, row.tail, row.stride, row.size = number, tail, self.grouped.stride, group.size
+                row.number = number
+                row.tail = tail
+                row.stride = self.grouped.stride
+                row.size = group.size
                 if body is not None:
                     row.kept, row.body = body.shape[1], body[at].data_ptr()
                 if recipe is not None:
-                    row.page, row.channels, row.count = recipe.page, recipe.channels, recipe.count
+                    row.page = recipe.page
+                    row.channels = recipe.channels
+                    row.count = recipe.count
 
     def _follow(self, store: LayerMemory) -> None:
         """Update the addresses of keys and values if they have changed."""
@@ -138,7 +144,9 @@ class CompiledReading:
         step = table.stride(0) * table.element_size()
         for number in range(len(self.grouped.groups[at].row)):
             row = self._job.rows[self._starts[at] + number]
-            row.table, row.capacity, row.take = table.data_ptr() + number * step, table.shape[-1], take
+            row.table = table.data_ptr() + number * step
+            row.capacity = table.shape[-1]
+            row.take = take
             if total is not None:
                 row.sum = total.data_ptr() + number * total.stride(0) * total.element_size()
 

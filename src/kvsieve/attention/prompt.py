@@ -52,16 +52,21 @@ def _why_not_c(request: _Request) -> str | None:
 
 def _by_lists(attend: Callable[..., Tensor], request: _Request) -> Tensor:
     """Call a kernel with the numbers of the chosen blocks."""
-    stored, sees = request.stored, request.sees
+    stored = request.stored
+    sees = request.sees
     return attend(request.asked, stored.keys, stored.values, *_listed(sees), sees.grid)
 
 
 def _products(request: _Request) -> Tensor:
-    asked, grid = request.asked, request.sees.grid
-    query, keys, values = asked.query, request.stored.keys, request.stored.values
+    asked = request.asked
+    grid = request.sees.grid
+    query = asked.query
+    keys = request.stored.keys
+    values = request.stored.values
     lists, counts = _listed(request.sees)
     batch, query_heads, new, dim = query.shape
-    sets, blocks = counts.shape[1], grid.query_blocks
+    sets = counts.shape[1]
+    blocks = grid.query_blocks
     each = query_heads // sets
     shape = (batch, sets, each, blocks, grid.queries)
     rows = grid.padded_queries(query).reshape(*shape, dim).transpose(2, 3).reshape(-1, each * grid.queries, dim)
@@ -107,8 +112,10 @@ class _Items:
 
     def attend(self, which: Tensor, counts: list[int]) -> Tensor:
         """Attention [T, rows, Dv] of T items with so many chosen blocks each, the first of them with the most."""
-        grid, query = self.grid, self.query[which]
-        rows, width = query.shape[1], (grid.own + counts[0]) * grid.block
+        grid = self.grid
+        query = self.query[which]
+        rows = query.shape[1]
+        width = (grid.own + counts[0]) * grid.block
         lists = self.lists[which, : grid.own + counts[0]]
         keys, values = (part[lists.flatten()].view(len(which), width, -1) for part in (self.keys, self.values))
         more = 0 if self.sinks is None else 1
@@ -149,7 +156,8 @@ def _blocks_of(grid: BlockGrid, keys: Tensor, values: Tensor) -> tuple[Tensor, T
 
 def _listed(sees: ChosenBlocks) -> tuple[Tensor, Tensor]:
     """Number the blocks before the diagonal that each row has chosen, in order, then the last; count them: int32."""
-    grid, device = sees.grid, sees.chosen.device
+    grid = sees.grid
+    device = sees.chosen.device
     chosen = sees.chosen & ~grid.diagonal(device) & grid.visible(device)
     blocks = chosen.shape[-1]
     place = chosen.cumsum(-1, dtype=torch.int32)
@@ -174,7 +182,8 @@ def _batches(counts: list[int], each: int, own: int) -> Iterator[tuple[int, int]
     first = 0
     while first < len(counts):
         most = own + counts[first]
-        last, limit = first + 1, max(1, _ELEMENTS // (most * each))
+        last = first + 1
+        limit = max(1, _ELEMENTS // (most * each))
         while last < len(counts) and last - first < limit and own + counts[last] >= 0.9 * most:
             last += 1
         yield first, last

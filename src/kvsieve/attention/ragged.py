@@ -24,12 +24,14 @@ def _why_not_triton(request: _Request) -> str | None:
 
 
 def _triton(request: _Request) -> Tensor:
-    asked, stored = request.asked, request.stored
+    asked = request.asked
+    stored = request.stored
     return kernels.ragged_decode(asked, stored.keys, stored.values, stored.bias)
 
 
 def _why_not_c(request: _Request) -> str | None:
-    asked, stored = request.asked, request.stored
+    asked = request.asked
+    stored = request.stored
     if (reason := why_not_plain(request)) is not None:
         return reason
     if stored.foreseen is not None:
@@ -38,14 +40,18 @@ def _why_not_c(request: _Request) -> str | None:
 
 
 def _c(request: _Request) -> Tensor:
-    asked, stored = request.asked, request.stored
+    asked = request.asked
+    stored = request.stored
     return native.ragged_token_attention(asked.query, stored.keys, stored.values, stored.bias, scale=asked.scale)
 
 
 def _products(request: _Request) -> Tensor:
-    asked, stored = request.asked, request.stored
+    asked = request.asked
+    stored = request.stored
     own = (stored.bias == 0).repeat_interleave(asked.query.shape[1] // stored.bias.shape[1], 1)[:, None]
-    rows, keys, values = asked.of(asked.query.transpose(1, 2)), stored.keys[:, None], stored.values[:, None]
+    rows = asked.of(asked.query.transpose(1, 2))
+    keys = stored.keys[:, None]
+    values = stored.values[:, None]
     return single_query_attention(rows, keys, values, own).transpose(1, 2)
 
 
@@ -56,7 +62,9 @@ def _torch(request: _Request) -> Tensor:
     has to spare, and reads every key and value once. torch gives such a call one thread per row, so on a CPU the buffer
     is cut into as many equal parts as there are threads, merged by their log-sum-exp.
     """
-    stored, query, scale = request.stored, request.asked.query, request.asked.scale
+    stored = request.stored
+    query = request.asked.query
+    scale = request.asked.scale
     batch, query_heads, _, dim = query.shape
     heads, slots = stored.bias.shape[1:]
     threads = asked_threads() if stored.foreseen is None else stored.foreseen.threads

@@ -39,7 +39,8 @@ class Reading:
 
     def compile(self, asked: AttentionQueries, store: LayerMemory) -> str | None:
         """Make `compiled`, or return why that cannot be."""
-        groups, reader = self.grouped.groups, self.reader
+        groups = self.grouped.groups
+        reader = self.reader
         recipes = [
             None if all_of_it or reader is None else reader.recipe(group.setting)
             for group, all_of_it in zip(groups, self.whole, strict=True)
@@ -52,7 +53,8 @@ class Reading:
         keys = store.buffers()[0]
         for group, recipe in zip(groups, recipes, strict=True):
             if recipe is not None:
-                size, rows = self.grouped.entries(store, group), len(group.row)
+                size = self.grouped.entries(store, group)
+                rows = len(group.row)
                 looked_at = recipe.metadata_bytes(rows, size, store.dims[0], keys.element_size())
                 group.cost = rows * min(recipe.count, size), looked_at, size
         return None
@@ -77,7 +79,8 @@ _Request = AttentionRequest[ReadRows, None]
 
 
 def _why_not_c(request: _Request) -> str | None:
-    asked, reading = request.asked, request.stored.reading
+    asked = request.asked
+    reading = request.stored.reading
     if request.stored.lengths is not None:
         return "the device alone knows the lengths"
     if torch.is_grad_enabled() and asked.query.requires_grad:
@@ -95,8 +98,11 @@ def _c(request: _Request) -> Tensor:
 
 def _by_groups(request: _Request, attend: Callable[[AttentionRequest[KVRows, Choice | None]], Tensor]) -> Tensor:
     """Attend by torch's operations, and note the cost of choosing where the host knows the lengths."""
-    reading, store, lengths = request.stored.reading, request.stored.store, request.stored.lengths
-    grouped, reader = reading.grouped, reading.reader
+    reading = request.stored.reading
+    store = request.stored.store
+    lengths = request.stored.lengths
+    grouped = reading.grouped
+    reader = reading.reader
     queries = request.asked.per_kv_row(grouped.heads)
     out: Tensor | None = None
     for at, (group, all_of_it) in enumerate(zip(grouped.groups, reading.whole, strict=True)):

@@ -30,7 +30,8 @@ def reference_attention(request: AttentionRequest[Any, Any]) -> Tensor:
 
     The output of a query that sees nothing is finite and otherwise undefined.
     """
-    asked, sees = request.asked, request.sees
+    asked = request.asked
+    sees = request.sees
     if isinstance(request.stored, KVRows):
         return _over_kv_rows(asked, request.stored, sees)
     batch, query_heads, new, _ = asked.query.shape
@@ -52,7 +53,8 @@ def reference_attention(request: AttentionRequest[Any, Any]) -> Tensor:
 
 def _sums(asked: AttentionQueries, keys: Tensor, values: Tensor, mask: Tensor) -> Sums:
     """Return the sums of a part for R = B * Hq query heads with G = L queries (see `join`); mask: as in `Shown`."""
-    query, dtype = asked.query, score_dtype(asked.query.dtype)
+    query = asked.query
+    dtype = score_dtype(asked.query.dtype)
     keys, values = (each.to(dtype).repeat_interleave(query.shape[1] // keys.shape[1], 1) for each in (keys, values))
     logits = cap(query.to(dtype) @ keys.transpose(2, 3) * asked.scale, asked)
     logits = logits.masked_fill(~mask, torch.finfo(dtype).min)
@@ -77,7 +79,9 @@ def _part(stored: object, new: int) -> tuple[Tensor, Tensor, Tensor | None]:
         (keys, values), valid = stored.up.expand(stored.entries), stored.valid
     else:
         assert isinstance(stored, DenseEntries)
-        keys, values, valid = stored.keys, stored.values, stored.valid
+        keys = stored.keys
+        values = stored.values
+        valid = stored.valid
         if stored.length is not None:
             real = stored.length.real(keys.shape[2])[None, None, None]
             return keys, values, real if valid is None else real & valid[:, :, None]
@@ -104,7 +108,8 @@ def _seen(sees: object, sizes: list[int], query: Tensor) -> list[Tensor]:
 
 def _by_entries(sees: ChosenBlocks, query_heads: int) -> Tensor:
     """Chosen blocks, entry by entry: bool [B, Hq, L, N]."""
-    grid, chosen = sees.grid, sees.chosen
+    grid = sees.grid
+    chosen = sees.chosen
     full = (chosen & grid.visible(chosen.device)) | grid.diagonal(chosen.device)
     full = full.repeat_interleave(query_heads // chosen.shape[1], 1)
     full = full.repeat_interleave(grid.queries, 2).repeat_interleave(grid.block, 3)

@@ -25,7 +25,8 @@ def _why_not_triton(request: _Request) -> str | None:
 
 
 def _triton(request: _Request) -> Tensor:
-    asked, entries = request.asked, None if request.sees is None else request.sees.entries
+    asked = request.asked
+    entries = None if request.sees is None else request.sees.entries
     out = kernels.kv_row_attention(asked, request.stored, entries)
     return _blended(out, request)
 
@@ -47,7 +48,9 @@ def _read(request: _Request) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
 
     With a length that the device knows, all entries there can be, and which of them are there, bool [1, N].
     """
-    query, kv_rows, choice = request.asked.query, request.stored, request.sees
+    query = request.asked.query
+    kv_rows = request.stored
+    choice = request.sees
     entries = kv_rows.span(0, kv_rows.size) if choice is None else choice.entries
     real = kv_rows.length.real(kv_rows.size)[None] if choice is None and kv_rows.length is not None else None
     keys, values = kv_rows.read(entries)
@@ -73,10 +76,12 @@ def _blended_beside_sinks(request: _Request) -> Tensor:
 
     The chosen entries hold `weight` of the attention to all.
     """
-    asked, choice = request.asked, request.sees
+    asked = request.asked
+    choice = request.sees
     assert choice is not None and choice.blend is not None and asked.sinks is not None
     query, keys, values, _ = _read(request)
-    shape, dtype = asked.query.shape[:2], score_dtype(query.dtype)
+    shape = asked.query.shape[:2]
+    dtype = score_dtype(query.dtype)
     logits = cap(query.to(dtype) @ keys.to(dtype).transpose(2, 3) * asked.scale, asked)
     out = (logits.softmax(-1).to(values.dtype) @ values).reshape(*shape, -1)
     norm = logits.logsumexp(-1).reshape(shape) - choice.blend[0].log()

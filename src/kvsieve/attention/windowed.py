@@ -24,10 +24,15 @@ def _why_not_rows(request: _Request) -> str | None:
 
 def _rows(request: _Request, attend: _Attend) -> Tensor:
     """Attend row by row over the real entries only; the output for padding is finite and otherwise undefined."""
-    asked, near, valid = request.asked, request.sees, request.stored.valid
+    asked = request.asked
+    near = request.sees
+    valid = request.stored.valid
     assert valid is not None
-    query, keys, values = asked.query, request.stored.keys, request.stored.values
-    groups, new = query.shape[1] // keys.shape[1], query.shape[2]
+    query = asked.query
+    keys = request.stored.keys
+    values = request.stored.values
+    groups = query.shape[1] // keys.shape[1]
+    new = query.shape[2]
     out = values[:, :, -new:].repeat_interleave(groups, 1)
     for row, real in enumerate(valid[:, 0]):
         fresh = real[-new:]
@@ -40,7 +45,8 @@ def _rows(request: _Request, attend: _Attend) -> Tensor:
 
 
 def _why_not_everything(request: _Request) -> str | None:
-    window, positions = request.sees.window, request.sees.positions
+    window = request.sees.window
+    positions = request.sees.positions
     if window.chunked:
         return "chunks begin anywhere"
     few = request.stored.keys.shape[2] <= window.span
@@ -50,15 +56,20 @@ def _why_not_everything(request: _Request) -> str | None:
 
 def _blocks(request: _Request, attend: _Attend) -> Tensor:
     """Attend block of queries by block, under masks."""
-    asked, window = request.asked, request.sees.window
-    query, keys, values = asked.query, request.stored.keys, request.stored.values
-    new, length = query.shape[2], keys.shape[2]
+    asked = request.asked
+    window = request.sees.window
+    query = asked.query
+    keys = request.stored.keys
+    values = request.stored.values
+    new = query.shape[2]
+    length = keys.shape[2]
     positions = request.sees.positions.long()
     parts = []
     for first in range(0, new, _QUERIES):
         last = min(first + _QUERIES, new)
         # Positions ascend, so no more than a window's entries before the first query can be seen.
-        low, seen = max(length - new + first - window.span + 1, 0), length - new + last
+        low = max(length - new + first - window.span + 1, 0)
+        seen = length - new + last
         asking = positions[:, length - new + first : seen]
         mask = window.sees(asking[:, :, None], positions[:, None, low:seen])[:, None]
         stored = DenseEntries(keys[:, :, low:seen], values[:, :, low:seen])

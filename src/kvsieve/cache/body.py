@@ -34,7 +34,8 @@ class Body:
     """
 
     def __init__(self, codec: Codec, rows: int, dims: tuple[int, int], dtype: torch.dtype, device: torch.device):
-        self.codec, self.dtype = codec, dtype
+        self.codec = codec
+        self.dtype = dtype
         self.keys, self.values = BlockPool(codec.keys(dims[0]), dims[0]), BlockPool(codec.values(dims[1]), dims[1])
         self.index: Tensor | None = None
         self.used = 0
@@ -46,7 +47,8 @@ class Body:
         """Count entries, once table and fills are others."""
         self.counts = self.fills.sum(1)
         known = self.counts.tolist()
-        self.width, self.is_even = max(known, default=0), len(set(known)) <= 1
+        self.width = max(known, default=0)
+        self.is_even = len(set(known)) <= 1
         # Without holes a division gives an entry's block.
         self.is_full = bool((self.fills == self.tokens).all() if self.is_even else False)
 
@@ -93,12 +95,14 @@ class Body:
         place = held[rows] + number - (each.cumsum(0) - each)[rows]
         table[rows, place] = number + first
         filled[rows, place] = index.shape[1] if fills is None else fills
-        self.table, self.fills = table, filled
+        self.table = table
+        self.fills = filled
         self.note_counts()
 
     def _put(self, made: list[Codes], index: Tensor) -> int:
         """Put blocks in the pool, whose buffers grow by a 32nd at least; the number of the first of them."""
-        first, new = self.used, len(index)
+        first = self.used
+        new = len(index)
         self.used = first + new
         if self.index is None:
             self.keys.codes, self.values.codes, self.index = made[0], made[1], index.contiguous()
@@ -195,7 +199,8 @@ class Body:
 
     def _aligned(self, blocks: Tensor) -> Tensor:
         """Turn [R * M, T, ...] into [R, width, ...]."""
-        count, block = len(self.table), self.tokens
+        count = len(self.table)
+        block = self.tokens
         joined = blocks.view(count, -1, *blocks.shape[2:])
         if self.is_full:
             return joined
@@ -208,7 +213,8 @@ class Body:
 
     def reorder(self, rows: Tensor) -> None:
         """Make KV row i a copy of KV row ``rows[i]``; blocks are shared. Those of no KV row leave the pool in time."""
-        self.table, self.fills = self.table[rows], self.fills[rows]
+        self.table = self.table[rows]
+        self.fills = self.fills[rows]
         alive = torch.unique(self.table[self.fills > 0])
         if self.index is not None and len(alive) <= self.used // 2:
             self.apply(lambda part: part[alive])
@@ -249,12 +255,15 @@ class Body:
     def fill(self, parts: dict[str, Any]) -> None:
         """Take up, without entries so far, what `parts` returned."""
         if "index" in parts:
-            self.index, self.used = parts["index"], len(parts["index"])
+            self.index = parts["index"]
+            self.used = len(parts["index"])
             for what in ("keys", "values"):
-                part, stored = self.part(what), dict(parts[what])
+                part = self.part(what)
+                stored = dict(parts[what])
                 part.mean, part.root = stored.pop("mean"), stored.pop("root")
                 part.codes = Codes(**stored)
-        self.table, self.fills = parts["table"], parts["fills"]
+        self.table = parts["table"]
+        self.fills = parts["fills"]
         self.note_counts()
 
     def tensors(self) -> Iterator[Tensor]:

@@ -29,7 +29,8 @@ class BufferedMemory(LayerMemory):
     def __init__(self, columns: Columns | None = None, size: int = 0, lengths: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.columns = Columns() if columns is None else columns
-        self.size, self.lengths = size, lengths
+        self.size = size
+        self.lengths = lengths
         self.shared = 0
 
     @property
@@ -96,7 +97,8 @@ class BufferedMemory(LayerMemory):
         return self.shared <= self.size and end <= self.columns["index"].shape[-1]
 
     def _resize(self, capacity: int) -> None:
-        self.columns, self.shared = self.columns.grown(self.size, capacity), 0
+        self.columns = self.columns.grown(self.size, capacity)
+        self.shared = 0
 
     def advance_host_length(self) -> None:
         self.size += self.stride
@@ -131,7 +133,8 @@ class BufferedMemory(LayerMemory):
     def apply(self, change: Callable[[Tensor], Tensor]) -> None:
         """Change all buffers alike, into ones that nobody shares."""
         self.columns = self.columns.map(change)
-        self.shared, self.derived = 0, {}
+        self.shared = 0
+        self.derived = {}
 
 
 def last_tokens(counts: Sequence[int], device: torch.device) -> Tensor:

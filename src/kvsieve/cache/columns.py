@@ -45,7 +45,8 @@ class Columns:
 
     def grown(self, size: int, capacity: int, start: int = 0) -> Self:
         """Copy of slots `start` to `size`, at the front of `capacity` slots."""
-        used, made = size - start, {}
+        used = size - start
+        made = {}
         for name, part in self.parts.items():
             dim = slot_dim(name)
             made[name] = grown(part.narrow(dim, start, used), dim, used, capacity)
@@ -64,7 +65,8 @@ class Columns:
 
         in_place: in these very buffers, which have as many.
         """
-        kept, made = slots.shape[2], {}
+        kept = slots.shape[2]
+        made = {}
         for name, part in self.used(size).items():
             copies = slots.shape[1] // part.shape[1]
             source = part if copies == 1 else part.repeat_interleave(copies, 1)
@@ -79,7 +81,8 @@ class Columns:
 
         sizes: used slots of each.
         """
-        size, rows = max(sizes), sum(len(each["keys"]) for each in several)
+        size = max(sizes)
+        rows = sum(len(each["keys"]) for each in several)
         if min(sizes) < size or any("valid" in each.parts for each in several):
             several = [each.with_valid() for each in several]
         out = {}

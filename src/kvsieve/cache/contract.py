@@ -162,7 +162,8 @@ class LayerMemory(ABC):
         Raises:
             CacheStateError: more than `droppable`.
         """
-        least, most = min(counts), max(counts)
+        least = min(counts)
+        most = max(counts)
         if most > self.droppable:
             raise CacheStateError(
                 f"{most} tokens are to be taken back, and only {self.droppable} were stored since entries were last "

@@ -15,7 +15,8 @@ class EncodedRows:
     dtype = torch.uint8
 
     def __init__(self, store: PackedParts, what: str) -> None:
-        self.store, self.what = store, what
+        self.store = store
+        self.what = what
 
     def element_size(self) -> int:
         """Bytes of a number, scales included, rounded up."""

@@ -65,7 +65,8 @@ def _bodies(store: LayerMemory) -> list[Body]:
 def _with_room(body: Body) -> Body:
     """A body on the same pool, with lists of its own for as many more blocks as the pool has room for."""
     assert body.index is not None
-    ours, rows = body.copied(share=True), len(body.table)
+    ours = body.copied(share=True)
+    rows = len(body.table)
     shape = rows, body.table.shape[1] + (len(body.index) - body.used) // rows
     ours.table, ours.fills = body.table.new_zeros(shape), body.fills.new_zeros(shape)
     for part in (ours.keys, ours.values):

@@ -49,7 +49,8 @@ def encode(
     if isinstance(store, PackedStore):
         store.settle(ends_prompt=ends_prompt)
         return store, view
-    stored, least = max(store.lengths, default=0), codec.block // (2 if ends_prompt else 1)
+    stored = max(store.lengths, default=0)
+    least = codec.block // (2 if ends_prompt else 1)
     if stored < codec.newest(stored) + least:
         return store, view
     view = None if view is None else PackedStore.numbered(view, store)

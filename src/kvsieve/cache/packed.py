@@ -91,7 +91,8 @@ class PackedStore(PackedParts):
 
     def _count_changed(self) -> None:
         """Count what is stored after a change."""
-        self.derived, self.due = {}, 0
+        self.derived = {}
+        self.due = 0
         self.lengths = tuple(self.totals().view(self.batch, self.heads).amax(1).tolist())
 
     def remask(self, mask: Tensor) -> None:
@@ -112,7 +113,8 @@ class PackedStore(PackedParts):
         return self.exact.droppable
 
     def _take_back(self, counts: Sequence[int], least: int, most: int) -> tuple[int, ...]:
-        before, self.due = self.exact.lengths, 0
+        before = self.exact.lengths
+        self.due = 0
         self.exact.drop_last(counts)
         return tuple(then - now for then, now in zip(before, self.exact.lengths, strict=True))
 
@@ -125,7 +127,8 @@ class PackedStore(PackedParts):
     @staticmethod
     def numbered(view: View, store: LayerMemory) -> View:
         """Turn a view of a store's slots, chosen just now, into one of numbers of real entries."""
-        valid, number = store.valid, view.slots
+        valid = store.valid
+        number = view.slots
         if valid is not None:
             copies = number.shape[1] // store.heads
             numbers = (valid.expand(-1, store.heads, -1).cumsum(-1) - 1).repeat_interleave(copies, 1)
@@ -172,7 +175,8 @@ class PackedStore(PackedParts):
         self.exact.reorder(rows)
         for body in self.bodies:
             body.reorder((rows[:, None] * self.heads + torch.arange(self.heads, device=self.device)).flatten())
-        self.derived, self.due = {}, 0
+        self.derived = {}
+        self.due = 0
         self.lengths = tuple(self.lengths[row] for row in rows.tolist())
 
     def share(self) -> Self:
@@ -184,7 +188,9 @@ class PackedStore(PackedParts):
     def _on(self, exact: DenseStore, bodies: list[Body]) -> Self:
         """Copy of the store with these parts."""
         other = copy.copy(self)
-        other.exact, other.bodies, other.derived = exact, bodies, {}
+        other.exact = exact
+        other.bodies = bodies
+        other.derived = {}
         return other
 
     def padded(self) -> DenseStore:

@@ -34,7 +34,9 @@ class PackedParts(LayerMemory):
     def __init__(self, codec: Codec | None, store: LayerMemory) -> None:
         super().__init__()
         self.codec, self.exact = codec, cast(DenseStore, store.padded())
-        self.lengths, self.first, self.due = store.lengths, 0, 0
+        self.lengths = store.lengths
+        self.first = 0
+        self.due = 0
         self.bodies = [] if codec is None else [self.new_body(codec)]
 
     def new_body(self, codec: Codec) -> Body:
@@ -118,7 +120,8 @@ class PackedParts(LayerMemory):
     def order(self) -> Tensor:
         """Place of each slot's entry, int64 [B, H, size], where slots are in the order of their tokens."""
         encoded = [body.padded_index() for body in self.bodies if body.width]
-        index, valid = self.exact.index, self.exact.valid
+        index = self.exact.index
+        valid = self.exact.valid
         if valid is not None:
             # Padding stays in front of the token behind it, where its pass has it, whatever its column.
             following = index.masked_fill(~valid, torch.iinfo(index.dtype).max).flip(-1).cummin(-1).values.flip(-1)
@@ -160,6 +163,7 @@ class PackedParts(LayerMemory):
         return self.exact.dims
 
     def entry_size(self, without: int = 0) -> int:
-        encoded, rows = sum(body.used_bytes() for body in self.bodies), self.batch * self.heads
+        encoded = sum(body.used_bytes() for body in self.bodies)
+        rows = self.batch * self.heads
         exact = rows * (self.exact.size - without) * self.exact.entry_size()
         return (encoded + exact) // (rows * (self.size - without))

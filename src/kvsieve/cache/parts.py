@@ -26,7 +26,8 @@ def from_parts(parts: dict[str, Any], codec: Codec | None = None, rest: Codec | 
     """
     if "bodies" in parts:
         packed = PackedStore(codec, _dense(parts["exact"]))
-        packed.lengths, packed.first = parts["lengths"], parts["first"]
+        packed.lengths = parts["lengths"]
+        packed.first = parts["first"]
         if rest is not None and len(parts["bodies"]) > len(packed.bodies):
             packed.bodies.insert(0, packed.new_body(rest))
         for body, stored in zip(packed.bodies, parts["bodies"], strict=True):
@@ -47,7 +48,8 @@ def _dense(parts: dict[str, Any]) -> DenseStore:
 
 
 def _ragged(parts: dict[str, Any]) -> RaggedStore:
-    size, dtype = parts["keys"].shape[1], parts["keys"].dtype
+    size = parts["keys"].shape[1]
+    dtype = parts["keys"].dtype
     columns = Columns(**{name: parts[name] for name in ("keys", "values", "index")})
     # Attention reads flat buffers up to a whole number of lanes.
     capacity = whole(size)

@@ -35,7 +35,8 @@ class BlockPool:
     """
 
     def __init__(self, form: CodeFormat, dim: int) -> None:
-        self.form, self.dim = form, dim
+        self.form = form
+        self.dim = dim
         self.codes: Codes | None = None
         self.mean: Tensor | None = None
         self.root: Tensor | None = None
@@ -141,7 +142,8 @@ class BlockPool:
         if codes.places is not None and codes.extra is not None:
             where = codes.places[block].long() & 0xFFFF
             mine = where // self.dim == place[:, None]
-            out.places, out.extra = (where % self.dim).to(torch.int16), codes.extra[block] * mine
+            out.places = (where % self.dim).to(torch.int16)
+            out.extra = codes.extra[block] * mine
         return out
 
     def tensors(self) -> Iterator[Tensor]:
@@ -168,7 +170,8 @@ def _balance(squares: Tensor, known: Tensor | None) -> Tensor:
 
 def _means(x: Tensor, rows: Tensor, count: int, fills: Mapping[int, Tensor] | None) -> Tensor:
     """Mean of each channel of KV rows: [R, D] of blocks [N, T, D] of the KV rows int64 [N]; 0 where there is none."""
-    sums, entries = x.new_zeros(count, x.shape[2]), x.new_zeros(count)
+    sums = x.new_zeros(count, x.shape[2])
+    entries = x.new_zeros(count)
     whole = {x.shape[1]: torch.arange(len(x), device=x.device)}
     for fill, at in (whole if fills is None else fills).items():
         sums.index_add_(0, rows[at], x[at, :fill].sum(1))

@@ -48,7 +48,9 @@ class RaggedStore(BufferedMemory):
         totals: tuple[int, ...] | None = None,
     ) -> None:
         super().__init__(columns, size, lengths)
-        self.body, self.counts, self.hides_newest = body, counts, hides_newest
+        self.body = body
+        self.counts = counts
+        self.hides_newest = hides_newest
         # Real entries of each row, of all its heads, and the largest of `counts`; None where they must be looked up.
         self._totals = totals
         self._most = None if totals is None else max(lengths)
@@ -66,7 +68,8 @@ class RaggedStore(BufferedMemory):
             selection: indices [B, H', K], H' a multiple of H; a larger one stores a copy per query head.
             reserve: tokens to leave room for.
         """
-        slots, real = selection.indices, selection.real()
+        slots = selection.indices
+        real = selection.real()
         batch, heads, size = slots.shape
         copies = heads // keys.shape[1]
         if real is None:
@@ -85,7 +88,8 @@ class RaggedStore(BufferedMemory):
         bias = keys.new_full((batch, heads, capacity), torch.finfo(keys.dtype).min)
         for row, total in enumerate(totals):
             at = slots_of(real[row].flatten(), total)
-            head, slot = at // size, slots[row].flatten()[at]
+            head = at // size
+            slot = slots[row].flatten()[at]
             for to, part in zip(flat.values(), (keys, values, index), strict=True):
                 to[row, :total] = part[row, head // copies, slot]
             bias[row, head, torch.arange(total, device=at.device)] = 0
@@ -156,7 +160,8 @@ class RaggedStore(BufferedMemory):
         if not self._has_room(end):
             self._resize(end + (reserve or max(MIN_ROOM, end // heads // 8)) * heads)
         # Token by token, the heads of each side by side.
-        slots, buffers = slice(self.size, end), self.buffers()
+        slots = slice(self.size, end)
+        buffers = self.buffers()
         for to, part in zip(buffers[:2], (keys, values), strict=True):
             to[:, slots] = part[:, :, 0] if new == 1 else part.transpose(1, 2).flatten(1, 2)
         buffers[2][:, slots] = token_index if new == 1 else token_index.repeat_interleave(heads, 1)
@@ -184,7 +189,8 @@ class RaggedStore(BufferedMemory):
         yield from (self.counts, self._own)
 
     def prepare_slots(self, token_index: int) -> None:
-        index, heads = self.buffers()[2][:, self.size :], self.heads
+        index = self.buffers()[2][:, self.size :]
+        heads = self.heads
         index.copy_(token_index + torch.arange(index.shape[1], device=index.device) // heads)
         self._own = bias_of_a_token(heads, self._bias().dtype, index.device)
         # Nobody's until they are put: all of the buffer is read.
@@ -210,7 +216,8 @@ class RaggedStore(BufferedMemory):
         visible = self._owned() & real[:, None]
         bias = torch.full_like(self._bias(), torch.finfo(self._bias().dtype).min)
         bias[:, :, : self.size].masked_fill_(visible, 0)
-        self.columns, self._totals = self.columns.including(valid=bias), None
+        self.columns = self.columns.including(valid=bias)
+        self._totals = None
         self.lengths = tuple(visible.sum(-1).amax(-1).tolist())
 
     @property
@@ -218,7 +225,8 @@ class RaggedStore(BufferedMemory):
         return (self.size - self.body) // self.heads
 
     def _take_back(self, counts: Sequence[int], least: int, most: int) -> tuple[int, ...]:
-        heads, bias = self.heads, self._bias()
+        heads = self.heads
+        bias = self._bias()
         start = self.size - most * heads
         if start < self.shared:
             bias = bias.clone()
@@ -265,7 +273,8 @@ class RaggedStore(BufferedMemory):
         batch, heads = self.counts.shape
         if self._most is None:
             self._most = int(self.counts.max())
-        most, width = self._most, buffer.shape[-1]
+        most = self._most
+        width = buffer.shape[-1]
         slots = self.counts.cumsum(-1)[..., None] - most + torch.arange(most, device=buffer.device)
         rows = slots.clamp_min(0).view(batch, heads * most, 1).expand(-1, -1, width)
         body = buffer.gather(1, rows).view(batch, heads, most, width)
@@ -281,4 +290,6 @@ class RaggedStore(BufferedMemory):
 
     def apply(self, change: Callable[[Tensor], Tensor]) -> None:
         super().apply(change)
-        self.counts, self._totals, self._most = change(self.counts), None, None
+        self.counts = change(self.counts)
+        self._totals = None
+        self._most = None

@@ -41,7 +41,8 @@ def reduce(store: PackedParts, stays: Tensor, reserve: int) -> None:
     """Drop slots, bool [B, H, size], False for those that go. reserve: tokens to leave room for."""
     if store.is_sorted:
         stays = torch.zeros_like(stays).scatter_(2, store.order(), stays)
-    at, end = store.first, store.first
+    at = store.first
+    end = store.first
     for body in store.bodies:
         end = at + body.width
         keep_entries(body, stays[:, :, at:end].flatten(0, 1))
@@ -54,7 +55,9 @@ def set_aside(store: PackedParts, selection: Selection, reserve: int, asked: Ten
 
     asked: as in `BlockPool.encode`.
     """
-    rest, stays, valid = store.bodies[0], selected(store, selection), store.valid
+    rest = store.bodies[0]
+    stays = selected(store, selection)
+    valid = store.valid
     if store.is_sorted:
         aside = torch.zeros_like(stays)
         aside[:, :, store.first : store.first + rest.width] = True

@@ -20,7 +20,8 @@ def keep_entries(body: Body, stays: Tensor) -> None:
     if not body.width:
         return
     body.widen(body.codec.block)
-    block, device = body.codec.block, body.table.device
+    block = body.codec.block
+    device = body.table.device
     real = body.fills > 0
     # The block, among those of its KV row, of each entry.
     rows, slots = (torch.arange(body.width, device=device) >= body.width - body.counts[:, None]).nonzero(as_tuple=True)
@@ -37,7 +38,8 @@ def keep_entries(body: Body, stays: Tensor) -> None:
     untouched = real & (left == body.fills) & (joined == 0)
     fresh = Body(body.codec, len(body.table), (body.keys.dim, body.values.dim), body.dtype, device)
     for part, old in ((fresh.keys, body.keys), (fresh.values, body.values)):
-        part.mean, part.root = old.mean, old.root
+        part.mean = old.mean
+        part.root = old.root
     fresh.table = body.table.new_zeros(len(body.table), most)
     fresh.fills = torch.zeros_like(fresh.table)
     same_row, same_place = untouched.nonzero(as_tuple=True)
@@ -79,7 +81,8 @@ def _encode_again(
     take = start[:, None] + torch.arange(block, device=rows.device)
     take = torch.minimum(take, (start + fills - 1)[:, None])
     order = which.argsort(stable=True)
-    rows, entries = rows[order], entries[order]
+    rows = rows[order]
+    entries = entries[order]
     made = []
     for what in ("keys", "values"):
         numbers = body.read(what, rows, entries)[take]
@@ -98,7 +101,9 @@ def _joined(fills: list[list[int]], block: int) -> tuple[list[list[int]], list[l
         Which new block each old one becomes part of; 1 where it is not the only one of that, else 0; the most new
         blocks of a KV row.
     """
-    numbers, several, most = [], [], 0
+    numbers = []
+    several = []
+    most = 0
     for row in fills:
         made: list[int] = []
         parts: list[int] = []

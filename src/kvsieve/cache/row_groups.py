@@ -122,14 +122,20 @@ def group_rows(store: LayerMemory, view: View | None, settings: Sequence[Hashabl
     if isinstance(store, PackedStore):
         return _group_encoded(store, view, settings)
     keys = store.buffers()[0]
-    device, batch, heads = keys.device, keys.shape[0], store.heads
+    device = keys.device
+    batch = keys.shape[0]
+    heads = store.heads
     now = torch.arange(store.size, device=device)
-    stride, at = 1, torch.arange(batch * heads, device=device)
+    stride = 1
+    at = torch.arange(batch * heads, device=device)
     tail = torch.zeros_like(at) + store.size
     real: Tensor | None
     if isinstance(store, RaggedStore):
-        stride, real, slots = heads, store.visible().flatten(0, 1), now.expand(batch * heads, -1)
-        tail, at = tail + at % heads, at // heads
+        stride = heads
+        real = store.visible().flatten(0, 1)
+        slots = now.expand(batch * heads, -1)
+        tail = tail + at % heads
+        at = at // heads
     elif view is None:
         real = None if store.valid is None else store.valid.expand(-1, heads, -1).flatten(0, 1)
         slots = now.expand(batch * heads, -1)
@@ -148,9 +154,11 @@ def group_rows(store: LayerMemory, view: View | None, settings: Sequence[Hashabl
         which = None if len(mine) == len(kinds) else torch.tensor(mine, device=device)
         if real is None and view is None:
             # The first `size` slots in order: nothing to look up.
-            body, first = None, torch.zeros_like(tail)
+            body = None
+            first = torch.zeros_like(tail)
         else:
-            body, first = slots if which is None else slots[which], tail
+            body = slots if which is None else slots[which]
+            first = tail
             if real is not None:
                 body = body[real if which is None else real[which]].view(len(mine), count)
         if which is not None:
@@ -162,17 +170,21 @@ def group_rows(store: LayerMemory, view: View | None, settings: Sequence[Hashabl
 
 def _group_encoded(store: PackedStore, view: View | None, settings: Sequence[Hashable]) -> RowGroups:
     """Group KV rows whose slots are the numbers of their real entries."""
-    totals, heads = store.totals(), store.heads
+    totals = store.totals()
+    heads = store.heads
     rows = torch.arange(len(totals), device=totals.device)
     real: Tensor | None = None
     if view is None:
-        body, first, counts = None, torch.zeros_like(rows), totals
+        body = None
+        first = torch.zeros_like(rows)
+        counts = totals
     else:
         copies = view.slots.shape[1] // heads
         heads *= copies
         since = max(store.lengths) - view.end
         rows, totals = (part.repeat_interleave(copies) for part in (rows, totals))
-        body, first = view.slots.flatten(0, 1), totals - since
+        body = view.slots.flatten(0, 1)
+        first = totals - since
         if view.real is not None:
             real = view.real.expand(-1, heads, -1).flatten(0, 1)
         counts = since + (torch.full_like(rows, body.shape[1]) if real is None else real.sum(-1))

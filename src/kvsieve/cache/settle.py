@@ -19,7 +19,8 @@ def settle(store: PackedParts, codec: Codec, *, ends_prompt: bool) -> None:
 
     ends_prompt: blocks need not be full, so that little more than the newest stays exact; they are filled alike.
     """
-    body, exact = store.bodies[-1], store.exact
+    body = store.bodies[-1]
+    exact = store.exact
     sinks = 0 if body.width or store.first else codec.sinks
     room = exact.size - store.first - sinks
     if not ends_prompt and (room <= codec.block or exact.size < store.due):
@@ -49,8 +50,10 @@ def blocks_of(
     blocks = (counts + most - 1) // most
     rows = torch.arange(len(counts), device=counts.device).repeat_interleave(blocks)
     number = torch.arange(len(rows), device=counts.device) - (blocks.cumsum(0) - blocks)[rows]
-    base, more = counts[rows] // blocks[rows], counts[rows] % blocks[rows]
-    fills, start = base + (number < more), base * number + torch.minimum(number, more)
+    base = counts[rows] // blocks[rows]
+    more = counts[rows] % blocks[rows]
+    fills = base + (number < more)
+    start = base * number + torch.minimum(number, more)
     place = torch.arange(int(fills.max()), device=counts.device)
     places = start[:, None] + torch.minimum(place, fills[:, None] - 1)
     taken = slots[rows[:, None], places]
@@ -75,7 +78,9 @@ def _encodable(left: Tensor, codec: Codec, ends_prompt: bool, begins: Tensor) ->
 
 def _encode_alike(store: PackedParts, count: int, sinks: int, ends_prompt: bool) -> None:
     """Encode `count` entries of each KV row, all of whose entries are real."""
-    exact, body, rows = store.exact, store.bodies[-1], store.batch * store.heads
+    exact = store.exact
+    body = store.bodies[-1]
+    rows = store.batch * store.heads
     store.first += sinks
     taken = slice(store.first, store.first + count)
     codec = body.codec
@@ -94,8 +99,10 @@ def _encode_alike(store: PackedParts, count: int, sinks: int, ends_prompt: bool)
 
 def _encode_rows(store: PackedParts, sinks: int, ends_prompt: bool) -> None:
     """Encode each KV row's own number of its real entries."""
-    exact, body = store.exact, store.bodies[-1]
-    codec, room = body.codec, _room(body.codec, ends_prompt)
+    exact = store.exact
+    body = store.bodies[-1]
+    codec = body.codec
+    room = _room(body.codec, ends_prompt)
     shape = store.batch, store.heads
     real = torch.ones(1, 1, 1, dtype=torch.bool, device=store.device) if exact.valid is None else exact.valid
     real = real.expand(*shape, exact.size)
@@ -140,7 +147,8 @@ def narrow(store: PackedParts, stays: Tensor, room: int, *, reuse: bool = False)
     """
     slots, real = _right_aligned(stays[..., store.first :], store.first)
     head = torch.arange(store.first, device=store.device).expand(*stays.shape[:2], -1)
-    kept, there = torch.cat([head, slots], -1), torch.cat([stays[..., : store.first], real], -1)
+    kept = torch.cat([head, slots], -1)
+    there = torch.cat([stays[..., : store.first], real], -1)
     _replace(store, kept, there, room, reuse=reuse)
 
 
@@ -154,7 +162,9 @@ def _replace(store: PackedParts, slots: Tensor, real: Tensor | None, room: int, 
         room: tokens to leave room for.
         reuse: buffers that are hardly larger than needed serve on, so that recorded passes do.
     """
-    exact, kept, codec = store.exact, slots.shape[2], store.codec
+    exact = store.exact
+    kept = slots.shape[2]
+    codec = store.codec
     fits = codec is not None and kept < exact.capacity <= store.most_exact(codec) + codec.block
     reuse = reuse and fits and not exact.shared
     lengths = None
@@ -163,7 +173,8 @@ def _replace(store: PackedParts, slots: Tensor, real: Tensor | None, room: int, 
     if real is not None:
         lengths = tuple(real.sum(-1).amax(-1).tolist())
     exact.take(slots, real, kept + room, reuse=reuse, lengths=lengths)
-    store.derived, store.due = {}, 0
+    store.derived = {}
+    store.due = 0
 
 
 def _right_aligned(stays: Tensor, start: int) -> tuple[Tensor, Tensor]:

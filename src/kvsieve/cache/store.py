@@ -111,7 +111,8 @@ class DenseStore(BufferedMemory):
             reserve: tokens to leave room for.
             reuse: buffers that are hardly larger than needed serve on.
         """
-        indices, real = selection.indices, selection.real()
+        indices = selection.indices
+        real = selection.real()
         needed = indices.shape[2] + reserve
         # Eviction while decoding drops few entries at a time: then the buffers serve on.
         reuse = reuse and needed <= self.capacity <= needed * 5 // 4
@@ -141,7 +142,8 @@ class DenseStore(BufferedMemory):
         capacity = self.capacity if reuse else capacity
         valid = self.valid_buffer
         self.columns = self.columns.without("valid").taken(self.size, slots, capacity, in_place=reuse)
-        self.shared, self.derived = 0, {}
+        self.shared = 0
+        self.derived = {}
         self.size = self.kept = kept
         self.lengths = lengths or (kept,) * len(slots)
         if real is not None:
@@ -159,7 +161,8 @@ class DenseStore(BufferedMemory):
         if self.valid_buffer is None:
             self.lengths = tuple(length - count for length in self.lengths)
         self.columns = self.columns.grown(self.size, self.size - count + reserve, start=count)
-        self.shared, self.derived = 0, {}
+        self.shared = 0
+        self.derived = {}
         self.size = self.kept = self.size - count
         if self.valid is not None:
             self.lengths = tuple(self.valid.sum(-1).amax(-1).tolist())
@@ -171,8 +174,10 @@ class DenseStore(BufferedMemory):
         return self.size - self.kept
 
     def _take_back(self, counts: Sequence[int], least: int, most: int) -> tuple[int, ...]:
-        start, end = self.size - most, self.size - least
-        valid, dropped = self.valid, tuple(counts)
+        start = self.size - most
+        end = self.size - least
+        valid = self.valid
+        dropped = tuple(counts)
         if least < most:
             goes = last_tokens(counts, self.buffers()[0].device)
             if valid is not None:

@@ -108,7 +108,8 @@ def advise_command(
     tokens = parse_length(context, "--context")
     measured = None if measure_at is None else parse_length(measure_at, "--measure-at")
     seconds = None if tpot is None else parse_seconds(tpot, "--tpot")
-    specs, shares = method_specs(methods), budgets_of(budgets)
+    specs = method_specs(methods)
+    shares = budgets_of(budgets)
     parts = parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
     if plot is not None:
         plot = Path(os.path.expanduser(plot))
@@ -191,7 +192,8 @@ def print_advice(advice: Advice, model: str | None, wide: bool = False) -> None:
     headers = ["", "plan", "KV", "loss", "score", "TPOT", "TTFT", "top-1", "UUIDs lost", "passkeys lost"]
     shown = len(headers) if wide else 6
     print_table(headers[:shown], [row[:shown] for row in rows], left=2, width=WIDE if wide else NARROW)
-    at, context = advice.measured_at, advice.context
+    at = advice.measured_at
+    context = advice.context
     show(f"loss: KL to full KV, nats per token of the answer; loss, score and times are measured at {at} tokens,")
     show(f"questions {advice.question}, {advice.source}; times are ratios to full KV in this run")
     show(f"KV: of one prompt of {context} tokens, computed from the entries that each layer kept; * on the frontier")
@@ -213,7 +215,8 @@ def print_advice(advice: Advice, model: str | None, wide: bool = False) -> None:
 def _show_choice(advice: Advice, model: str | None) -> None:
     from kvsieve.lab.advise.choose import plan_line, size
 
-    limits, chosen = " and ".join(advice.limits.describe()), advice.choice
+    limits = " and ".join(advice.limits.describe())
+    chosen = advice.choice
     if chosen is None:
         assert advice.nearest is not None
         one, missing = advice.nearest

@@ -233,7 +233,8 @@ def _answer(
     for row, each in enumerate(rows):
         ids[row, longest - each.ids.shape[1] :] = each.ids[0]
         mask[row, longest - each.ids.shape[1] :] = 1
-    ids, mask = ids.to(sieve.model.device), mask.to(sieve.model.device)
+    ids = ids.to(sieve.model.device)
+    mask = mask.to(sieve.model.device)
     ends = stop_ids(sieve.tokenizer, sieve.model.generation_config.eos_token_id)
     options |= {"eos_token_id": sorted(ends) or None, "pad_token_id": filler, "measure": True}
     cache = None if shared is None else shared.begin(sieve, ids)

@@ -219,7 +219,8 @@ def costs(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def print_results(report: dict[str, Any]) -> None:
-    tokens, seconds = report["document_tokens"], report["prefill_s"]
+    tokens = report["document_tokens"]
+    seconds = report["prefill_s"]
     if len(report["methods"]) > 1:
         headers, rows = matrix(report)
         print_table(headers, rows, left=len(headers))

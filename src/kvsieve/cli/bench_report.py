@@ -37,7 +37,8 @@ def print_report(report: dict[str, Any], plots: Path | None, markdown: bool, as_
         emit_json(report)
         return
     if report["rates"] is not None:
-        bandwidth, matmul = report["rates"]["bandwidth_gb_per_s"], report["rates"]["matmul_tflops"]
+        bandwidth = report["rates"]["bandwidth_gb_per_s"]
+        matmul = report["rates"]["matmul_tflops"]
         show(f"{report['model']}, {report['dtype']}, {report['device']}, {report['new_tokens']} new tokens")
         show(f"matrix-vector {bandwidth:.1f} GB/s, matmul {matmul:.3g} TFLOP/s, measured in this run")
     if report.get("cpu") is not None:

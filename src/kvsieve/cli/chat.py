@@ -119,15 +119,18 @@ def chat_command(
     if load is not None:
         saved = _saved_plan(load)
         if method is not None and saved.name != runs[0].plan.name:
-            named = runs[0].plan.name
-            raise InputError(f"the chat in {load!r} was made under {saved.name}, not {named}; leave --method out")
+            names = f"under {saved.name}, not {runs[0].plan.name}"
+            raise InputError(f"the chat in {load!r} was made {names}; leave --method out")
         runs = [MethodRun(saved.name, {}, saved)] if method is None else runs
     check_stored_plans(store, [runs[0].plan])
     check_device(device)
     longest = None
     if memory is not None:
         fitted = Limit(command, runs, codecs=load is None).choose(None, least=max_new_tokens + _QUESTION)
-        runs, chunk, decode, longest = fitted.runs, fitted.chunk, fitted.decode, fitted.tokens
+        runs = fitted.runs
+        chunk = fitted.chunk
+        decode = fitted.decode
+        longest = fitted.tokens
     plan = runs[0].plan
     loaded, tokenizer = load_model(model, dtype, device)
 
@@ -147,8 +150,7 @@ def chat_command(
         talk = Talk(chat, context, save, force, commands, as_json, wide)
         if talk.interactive:
             where = f"{str(loaded.dtype).removeprefix('torch.')}, {loaded.device}"
-            turns = f"{len(chat.turns)} turn{'s' * (len(chat.turns) != 1)}"
-            after = "" if load is None else f", after {turns}"
+            after = "" if load is None else f", after {len(chat.turns)} turn{'s' * (len(chat.turns) != 1)}"
             talk.aside(f"{model or MODEL_NAME} ({where}), {plan.name}{after}; /help lists the commands, Ctrl-D ends")
         talk.run()
 

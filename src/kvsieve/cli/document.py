@@ -30,6 +30,8 @@ def _first_tokens(tokenizer: Any, text: str, count: int) -> str:
 
 def _paragraph_break(text: str, near: int) -> int:
     """Return the paragraph break closest to `near`; both ends of the text count as one."""
-    before, after = text.rfind("\n\n", 0, near), text.find("\n\n", near)
-    before, after = max(before, 0), len(text) if after < 0 else after
+    before = text.rfind("\n\n", 0, near)
+    after = text.find("\n\n", near)
+    before = max(before, 0)
+    after = len(text) if after < 0 else after
     return before if near - before < after - near else after

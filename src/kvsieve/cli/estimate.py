@@ -236,7 +236,8 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _row(result: dict[str, Any]) -> list[str]:
-    seconds, milliseconds = result.get("ttft_s"), result.get("tpot_ms")
+    seconds = result.get("ttft_s")
+    milliseconds = result.get("tpot_ms")
     batches = [str(result["largest_batch"])] if "largest_batch" in result else []
     return [
         str(result["context_tokens"]),

@@ -53,7 +53,8 @@ def doctor_command(
     try:
         where, problem = _demo_model()
     except KvsieveError as error:
-        where, problem = "not found", one_line(error)
+        where = "not found"
+        problem = one_line(error)
     facts["demo model"] = where
     problems += [problem] if problem else []
     if model is not None:

@@ -40,7 +40,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # Panels of commands.
-_USE, _MEASURE, _LOOK_UP = "Use", "Measure", "Look up"
+_USE = "Use"
+_MEASURE = "Measure"
+_LOOK_UP = "Look up"
 
 
 def _add(panel: str, name: str, command: Callable[..., Any], *lines: str) -> None:

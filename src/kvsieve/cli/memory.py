@@ -30,9 +30,11 @@ MemoryOption = Annotated[
     ),
 ]
 # Codecs to fall back to, mildest first, and the smallest chunk.
-_CODECS, _LEAST_CHUNK = ("int8", "kivi:bits=4"), 64
+_CODECS = ("int8", "kivi:bits=4")
+_LEAST_CHUNK = 64
 # Chunks per pass of an otherwise idle server, and the largest prefix cache it chooses.
-_JOINED, _MOST_CACHED = 8, 2 << 30
+_JOINED = 8
+_MOST_CACHED = 2 << 30
 # Slack of the size that a refusal names.
 _SPARE = 16 << 20
 
@@ -125,7 +127,9 @@ class Limit:
         """
         from kvsieve.planning.plans import Plan
 
-        foot, kv, best = self.foot, self._given["kv_memory"], None
+        foot = self.foot
+        kv = self._given["kv_memory"]
+        best = None
         cached = parse_bytes(self._given["store_memory"]) if "store_memory" in self._fixed else None
         for decode, chunk in product(self._decodes, self._chunks):
             passes = Settings(self._runs[0], _JOINED * chunk, decode)
@@ -162,13 +166,15 @@ class Limit:
         return replace(settings, tokens=most, kv=kv, work=work)
 
     def _sizes(self, settings: Settings, tokens: int) -> tuple[int, int]:
-        plans, foot = [run.plan for run in settings.runs], self.foot
+        plans = [run.plan for run in settings.runs]
+        foot = self.foot
         kv = max(foot.kv(plan, tokens, settings.chunk) for plan in plans)
         work = max(foot.work(plan, tokens, settings.chunk) for plan in plans)
         return settings.rows * kv, settings.rows * work
 
     def _counted(self) -> str:
-        weights, process = bytes_text(self.foot.weights), bytes_text(self.foot.process)
+        weights = bytes_text(self.foot.weights)
+        process = bytes_text(self.foot.process)
         return f"--memory {format_bytes(self.size)}: {weights} weights, {process} process"
 
     def _say(self, choice: Settings, kv: str, wanted: int) -> None:

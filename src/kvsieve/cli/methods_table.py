@@ -70,7 +70,8 @@ def _show_method(method: dict[str, Any]) -> None:
     """Print a method in a few lines of any width: a table of all columns needs 200 characters."""
     acts = "never acts" if method["phase"] == "never" else f"acts: {method['phase']}"
     sees = "sees the question" if method["query_aware"] else "does not see the question"
-    storage, paper = f"{method['storage']} storage", method["paper"] or "-"
+    storage = f"{method['storage']} storage"
+    paper = method["paper"] or "-"
     facts = [", ".join(method["roles"]) or "no role", acts, sees, storage, paper]
     settings = " ".join(f"{name}={value}" for name, value in method["parameters"].items())
     show(wrapped(f"{method['name']}: {method['summary']}", indent=""))

@@ -18,7 +18,10 @@ from kvsieve.report.tables import markdown_table
 if TYPE_CHECKING:
     from kvsieve.hf.kinds import LayerKind
 
-SUPPORTED, EVICTION_ONLY, REFUSED, NOT_BUILT = "supported", "eviction only", "refused", "not in this transformers"
+SUPPORTED = "supported"
+EVICTION_ONLY = "eviction only"
+REFUSED = "refused"
+NOT_BUILT = "not in this transformers"
 
 # `make docs` renews it.
 TABLE = Path(__file__).with_name("models.json")

@@ -25,7 +25,8 @@ def check_writable(option: str, name: str | os.PathLike[str] | None, *, makes_fo
     """Raise InputError for a file that cannot be written, before anything is computed for it."""
     if name is None:
         return
-    target, label = Path(os.path.expanduser(name)).absolute(), f"{option} {os.fspath(name)!r}"
+    target = Path(os.path.expanduser(name)).absolute()
+    label = f"{option} {os.fspath(name)!r}"
     while makes_folders and not target.parent.exists():
         target = target.parent
     if target.is_dir():
@@ -118,7 +119,8 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        began, last = time.monotonic(), [time.monotonic()]
+        began = time.monotonic()
+        last = [time.monotonic()]
 
         def note(done: int, total: int, what: str) -> None:
             now = time.monotonic()
@@ -137,7 +139,8 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
 
 
 # Columns of a table without a terminal, and with `--wide`.
-NARROW, WIDE = 80, 200
+NARROW = 80
+WIDE = 200
 
 
 def print_table(headers: list[str], rows: list[list[str]], *, left: int = 1, width: int = 120) -> None:

@@ -137,7 +137,10 @@ def run_command(
     check_device(device)
     if memory is not None:
         fitted = _within(context, runs, prompts, parse_special)
-        runs, chunk, batch, decode = fitted.runs, fitted.chunk, fitted.rows, fitted.decode
+        runs = fitted.runs
+        chunk = fitted.chunk
+        batch = fitted.rows
+        decode = fitted.decode
     loaded, tokenizer = load_model(model, dtype, device)
     asked = [encode(tokenizer, each, roles, spans, parse_special) for each in prompts]
     how = Generation(

@@ -66,7 +66,8 @@ def sentences(results: list[dict[str, Any]], full: dict[str, Any] | None) -> lis
 
 
 def _compared(result: dict[str, Any], full: dict[str, Any]) -> str:
-    stats, base = result["stats"], full["stats"]
+    stats = result["stats"]
+    base = full["stats"]
     if not stats.applied:
         return "did not act on this prompt"
     at = result["differs_at"]

@@ -124,7 +124,9 @@ def serve_command(
 
     if memory is not None:
         fitted, store_memory = Limit(context, runs, codecs=False).choose_server()
-        chunk, decode, kv_memory = fitted.chunk, fitted.decode, fitted.kv
+        chunk = fitted.chunk
+        decode = fitted.decode
+        kv_memory = fitted.kv
     limits = ServerLimits(running, queue, seconds, max_tokens, chunk=chunk, gap=gap, kv_bytes=kv_memory)
     options = ServerOptions(
         plan=runs[0].plan,

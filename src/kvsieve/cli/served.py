@@ -66,7 +66,8 @@ def opened(server: str, extra: str | None, model: str | None) -> tuple[ServerCli
     from kvsieve.planning.turns import plain_ids
 
     client = ServerClient(server, extra=parse_extra(extra))
-    tokenizer, name = load_tokenizer(model), model or MODEL_NAME
+    tokenizer = load_tokenizer(model)
+    name = model or MODEL_NAME
     text = " ".join(f"Item {number} costs {number * 37} crowns." for number in range(20))
     check_tokenizer_of(client, plain_ids(tokenizer, text), text, name)
     say(f"{client.url} has {client.model}; tokens are those of {name}")
@@ -125,7 +126,9 @@ def print_load(report: dict[str, Any], as_json: bool, wide: bool = False) -> Non
     rows = []
     for length, cells in report["lengths"].items():
         for cell in cells:
-            ttft, tpot, again = cell["ttft_s"], cell["tpot_s"] or {}, cell.get("again") or {}
+            ttft = cell["ttft_s"]
+            tpot = cell["tpot_s"] or {}
+            again = cell.get("again") or {}
             found = again.get("cached_tokens")
             rows.append(
                 [

@@ -54,7 +54,11 @@ class Talk:
     def __init__(
         self, chat: Chat, context: str | None, save: str | None, force: bool, commands: bool, as_json: bool, wide: bool
     ) -> None:
-        self.chat, self.context, self.save_to, self.force, self.as_json = chat, context, save, force, as_json
+        self.chat = chat
+        self.context = context
+        self.save_to = save
+        self.force = force
+        self.as_json = as_json
         self.wide = wide
         self.interactive = is_interactive(as_json)
         self.commands = commands or self.interactive
@@ -163,7 +167,8 @@ class Talk:
     def _turn(self, line: str, again: bool = False) -> None:
         """Send `line` and print the answer or, with `again`, another answer to the last line."""
         message = line if self.context is None else f"{self.context}\n\n{line}"
-        before, turns = (self.chat.snapshot(), self.context) if self.commands else None, self.chat.turns
+        before = (self.chat.snapshot(), self.context) if self.commands else None
+        turns = self.chat.turns
         try:
             reply = self._answer(None if again else message)
         except KeyboardInterrupt:
@@ -175,7 +180,8 @@ class Talk:
                 return
             reply = None
         if not again:
-            self.before, self.context = before, None
+            self.before = before
+            self.context = None
             self.said.append(line)
         self.unsaved = True
         if self.as_json and reply is not None:
@@ -262,7 +268,9 @@ def is_interactive(as_json: bool) -> bool:
 
 
 def _cost(chat: Chat) -> str:
-    stats, entries, seen = chat.turns[-1], chat.cache.entries(), chat.cache.conversation.caller_length_and_mask()[0]
+    stats = chat.turns[-1]
+    entries = chat.cache.entries()
+    seen = chat.cache.conversation.caller_length_and_mask()[0]
     parts = [f"{stats.new_tokens} tokens", f"first after {stats.ttft_s:.2f} s"]
     if stats.tpot_s:
         parts.append(f"{1 / stats.tpot_s:.1f} tokens/s")

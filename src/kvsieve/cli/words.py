@@ -15,7 +15,8 @@ class Words:
 
     def __init__(self, width: int | None) -> None:
         self.width = width
-        self._column, self._held = 0, ""
+        self._column = 0
+        self._held = ""
 
     def add(self, piece: str) -> str:
         if self.width is None:
@@ -26,7 +27,8 @@ class Words:
         return out + self.rest() if cell_len(self._held.strip()) >= self.width else out
 
     def rest(self) -> str:
-        word, self._held = self._held, ""
+        word = self._held
+        self._held = ""
         return self._placed(word)
 
     def _placed(self, word: str) -> str:
@@ -36,9 +38,11 @@ class Words:
         bare = word.lstrip()
         space = word[: len(word) - len(bare)]
         *lines, last = space.split("\n")
-        start, size = len(last) + (0 if lines else self._column), cell_len(bare)
+        start = len(last) + (0 if lines else self._column)
+        size = cell_len(bare)
         if space and bare and start and start + size > self.width >= size:
-            space, start = space.rstrip(" \t") + "\n", 0
+            space = space.rstrip(" \t") + "\n"
+            start = 0
         end = start + size
         self._column = end if end <= self.width else end % self.width
         return space + bare

@@ -43,7 +43,8 @@ def water_fill(weights: Sequence[float], total: int, floors: Sequence[int], caps
         if not low and not high:
             break
         # The side with the larger sum of excess stays at its bound in any case.
-        short, over = sum(low.values()), sum(high.values())
+        short = sum(low.values())
+        over = sum(high.values())
         for bounds, held, other in ((floors, low, over), (caps, high, short)):
             if held and sum(held.values()) >= other:
                 for i in held:
@@ -144,7 +145,8 @@ def clusters(values: Sequence[float], count: int) -> list[int]:
                 if any(first < stop for first in before)
             }
         )
-    label, stop = {}, len(points)
+    label = {}
+    stop = len(points)
     for cluster in range(found, 0, -1):
         first = best[cluster][stop][1]
         label.update(dict.fromkeys(points[first:stop], cluster - 1))

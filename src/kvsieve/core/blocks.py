@@ -171,7 +171,8 @@ class BlockLines:
 
     @classmethod
     def of(cls, ctx: PromptContext, queries: int) -> BlockLines:
-        grid, new = ctx.grid, min(queries, ctx.grid.new)
+        grid = ctx.grid
+        new = min(queries, ctx.grid.new)
         asked = ctx.query[:, :, -new:].reshape(len(ctx.query), ctx.keys.shape[1], -1, ctx.keys.shape[3])
         logits = ctx.logits((asked @ ctx.keys.transpose(2, 3)).float()).view(*ctx.query.shape[:2], new, grid.length)
         logits[..., grid.length - new :].masked_fill_(
@@ -195,7 +196,8 @@ def _by_distance(apart: Tensor, grid: BlockGrid) -> Tensor:
     total = F.pad(apart.cumsum(-1), (1, 0))
     blocks = torch.arange(grid.key_blocks, device=apart.device) * grid.block
     # A query of the block is up to this much further from a key than the block's first query.
-    low, high = (blocks - grid.block + 1).clamp(0, grid.length), (blocks + grid.queries).clamp(0, grid.length)
+    low = (blocks - grid.block + 1).clamp(0, grid.length)
+    high = (blocks + grid.queries).clamp(0, grid.length)
     return total[..., high] - total[..., low]
 
 

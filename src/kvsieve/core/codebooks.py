@@ -64,12 +64,15 @@ def level_scale(form: CodeFormat, x: Tensor, dim: int, *, products: bool = False
         return compiled.fit_levels(x.contiguous(), levels, _STARTS, products=products)
     squares = x.square().sum(dim, keepdim=True)
     root = (squares / x.shape[dim]).sqrt()
-    scale, most = root, torch.full_like(root, -1.0)
+    scale = root
+    most = torch.full_like(root, -1.0)
     for start in _STARTS:
         near = nearest(form.levels, x / (root * start).clamp_min(torch.finfo(torch.float32).tiny))
-        product, norm = (x * near).sum(dim, keepdim=True), near.square().sum(dim, keepdim=True)
+        product = (x * near).sum(dim, keepdim=True)
+        norm = near.square().sum(dim, keepdim=True)
         # Squared error that these codes remove.
         gain = product.square() / norm
         found = squares / product.clamp_min(torch.finfo(torch.float32).tiny) if products else product / norm
-        scale, most = torch.where(gain > most, found, scale), torch.maximum(gain, most)
+        scale = torch.where(gain > most, found, scale)
+        most = torch.maximum(gain, most)
     return scale

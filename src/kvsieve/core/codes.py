@@ -117,7 +117,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """
     if bits == 8:
         return codes
-    out, low = [], 0
+    out = []
+    low = 0
     for width in reversed(planes(bits)):
         each = 8 // width
         part = ((codes >> low) & ((1 << width) - 1)).unflatten(-1, (each, -1))
@@ -135,7 +136,8 @@ def unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
     out: Tensor | None = None
     for width in planes(bits):
         count = dim * width // 8
-        byte, packed = packed[..., :count], packed[..., count:]
+        byte = packed[..., :count]
+        packed = packed[..., count:]
         shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=byte.device)[:, None]
         part = ((byte[..., None, :] >> shifts) & ((1 << width) - 1)).flatten(-2)
         out = part if out is None else (out << width) | part
@@ -148,7 +150,8 @@ def fit_range(form: CodeFormat, x: Tensor, dim: int) -> tuple[Tensor, Tensor | N
     top = (1 << form.bits) - 1
     if form.levels is not None:
         return x.abs().amax(dim, keepdim=True) / max(map(abs, form.levels)), None
-    low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    low = x.amin(dim, keepdim=True)
+    high = x.amax(dim, keepdim=True)
     return (high - low) / top, low
 
 
@@ -175,7 +178,8 @@ def encode(form: CodeFormat, x: Tensor, fit: Fit = fit_range) -> Codes:
         codes = nearest_codes(form.levels, ratio)
     if form.axis == "token":
         codes = codes.flatten(-2)
-        half, offset = half[..., 0], None if offset is None else offset[..., 0]
+        half = half[..., 0]
+        offset = None if offset is None else offset[..., 0]
     made = Codes(pack(codes, form.bits), half, offset)
     if form.apart:
         _keep_apart(form, made, x)

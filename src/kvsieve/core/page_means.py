@@ -66,7 +66,8 @@ class PageMeans(PageTable):
         # One by one, so that the sum does not depend on how many are added at once.
         for each in keys[:, :first].unbind(1):
             self._table[:, 0, :, self.pages - 1] += each
-        start, rest = self.pages, keys[:, first:]
+        start = self.pages
+        rest = keys[:, first:]
         self.size += keys.shape[1]
         if rest.shape[1]:
             rest = torch.nn.functional.pad(rest, (0, 0, 0, -rest.shape[1] % self.page))

@@ -131,7 +131,8 @@ def best_entries(
     Returns:
         int64 [..., count].
     """
-    pages, end = weights.shape[-1], size if length is None else length.count
+    pages = weights.shape[-1]
+    end = size if length is None else length.count
     if length is not None:
         weights.masked_fill_(length.occupancy(page, pages).hidden, float("-inf"))
     if page == 1:
@@ -144,7 +145,8 @@ def best_entries(
     best = weights.topk(min(pages, -(-count // page) + 1), dim=-1).indices
     entries = (best[..., None] * page + torch.arange(page, device=best.device)).flatten(-2)
     if newest:
-        most, short = max(min(count // 2, page), 1), (end - 1) % page + 1
+        most = max(min(count // 2, page), 1)
+        short = (end - 1) % page + 1
         last = end - 1 - torch.arange(most, device=best.device)
         # Entries taken in any case, the newest page or its end, do not compete.
         end = end - (short.clamp(max=most) if isinstance(short, Tensor) else min(short, most))

@@ -81,7 +81,8 @@ class PageTable:
         pages = self._pages(kv_rows.size)
         metadata_bytes = at.numel() * pages * self._table.element_size()
         if kernels.usable(self._table, weights):
-            table, count = self._table[..., :pages], self._count(kv_rows)
+            table = self._table[..., :pages]
+            count = self._count(kv_rows)
             return kernels.page_scores(table, weights, at, count, self.page), metadata_bytes
         return weights @ self.rows(at, kv_rows.size).to(weights.dtype), metadata_bytes
 
@@ -188,7 +189,8 @@ class PageTable:
             self.size += 1
             return
         if first:
-            newest, part = self._table[..., self.pages - 1], keys[:, :first]
+            newest = self._table[..., self.pages - 1]
+            part = keys[:, :first]
             torch.maximum(newest[:, 0], part.amax(1), out=newest[:, 0])
             if self.halves == 2:
                 torch.minimum(newest[:, 1], part.amin(1), out=newest[:, 1])

@@ -38,11 +38,13 @@ def query_mass(
     Returns:
         [B, Hq, entries] in float32 (float64 for float64 inputs).
     """
-    query, scale = asked.query, asked.scale
+    query = asked.query
+    scale = asked.scale
     if compiled.takes(query, keys, scale):
         return compiled.query_mass(asked, keys, visible, weights=weights, largest=reduce == "max", entries=entries)
     batch, query_heads, count, _ = query.shape
-    heads, length = keys.shape[1], keys.shape[2]
+    heads = keys.shape[1]
+    length = keys.shape[2]
     groups = query_heads // heads
     dtype = score_dtype(query.dtype)
     block = max(1, _BLOCK_ELEMENTS // max(1, batch * query_heads * length))

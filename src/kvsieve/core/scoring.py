@@ -22,7 +22,9 @@ Width = int | tuple[int, ...]
 WIDEST = 4095
 
 # "auto": a budget has room for this many pieces of the kernel's width, each at most as long as an answer of 64 digits.
-_PIECES, _LEAST, _MOST = 6, 7, 95
+_PIECES = 6
+_LEAST = 7
+_MOST = 95
 
 # Logits of one block: [B, H, G * W, block] in float32 stay under about 128 MiB.
 _BLOCK_ELEMENTS = 1 << 25
@@ -52,7 +54,8 @@ def window_mass(
     Returns:
         [B, Hq, N] in float32 (float64 for float64 inputs).
     """
-    query, scale = asked.query, asked.scale
+    query = asked.query
+    scale = asked.scale
     if block is None and kernels.usable(query, keys):
         return kernels.window_mass(asked, keys, valid)
     if block is None and compiled.takes(query, keys, scale):
@@ -66,10 +69,13 @@ def mass_of(ctx: LayerContext, start: int, stop: int | None = None) -> Tensor:
 
     ctx: the layer; `start` and `stop` as in a slice of its queries.
     """
-    query, keys, valid = ctx.query[:, :, start:stop], ctx.keys, ctx.valid
+    query = ctx.query[:, :, start:stop]
+    keys = ctx.keys
+    valid = ctx.valid
     if stop is not None:
         seen = keys.shape[2] - ctx.query.shape[2] + stop
-        keys, valid = keys[:, :, :seen], None if valid is None else valid[:, :, :seen]
+        keys = keys[:, :, :seen]
+        valid = None if valid is None else valid[:, :, :seen]
     return window_mass(ctx.asks(query), keys, valid=valid)
 
 
@@ -93,9 +99,11 @@ def window_weights(
 
     Queries that are padding have weight 0. Arguments as in `window_mass`.
     """
-    query, scale = asked.query, asked.scale
+    query = asked.query
+    scale = asked.scale
     batch, query_heads, window, dim = query.shape
-    heads, length = keys.shape[1], keys.shape[2]
+    heads = keys.shape[1]
+    length = keys.shape[2]
     groups = query_heads // heads
     dtype = score_dtype(query.dtype)
     packed = (query.to(dtype) * scale).reshape(batch, heads, groups * window, dim)
@@ -210,7 +218,8 @@ def pooled_mass(ctx: LayerContext, window: int, kernel: Width, pooling: Pool, he
     """
     window = min(window, ctx.query.shape[2])
     mass = mass_of(ctx, -window)
-    mass, valid = mass[..., :-window], ctx.valid
+    mass = mass[..., :-window]
+    valid = ctx.valid
     if heads is not None and isinstance(kernel, int) and kernels.usable(mass):
         by_kernel = functools.partial(kernels.pooled, heads=heads, kernel=kernel, pooling=pooling)
         return by_kernel(mass) if valid is None or kernel == 1 else _closed_up(mass, valid, by_kernel)

@@ -69,7 +69,8 @@ def pack_ragged(mask: Tensor, per_head: Sequence[Sequence[int]] | None = None) -
         per_head = mask.sum(-1).tolist()
     if all(count == row[0] for row in per_head for count in row):
         return pack(mask, tuple(row[0] for row in per_head))
-    lengths, counts = tuple(map(max, per_head)), tuple(map(tuple, per_head))
+    lengths = tuple(map(max, per_head))
+    counts = tuple(map(tuple, per_head))
     return Selection(_packed(mask, max(lengths), counts), lengths, counts)
 
 

@@ -9,7 +9,8 @@ from kvsieve.lazy import Tensor, torch
 _ROUNDS = 2
 
 # Numbers processed at a time by torch: as many as fit into caches; on GPUs more, for fewer launches.
-_AT_ONCE, _AT_ONCE_ON_GPUS = 1 << 17, 1 << 24
+_AT_ONCE = 1 << 17
+_AT_ONCE_ON_GPUS = 1 << 24
 
 
 def encode_shaped(form: CodeFormat, x: Tensor, fit: Fit, metric: Tensor, rows: Tensor) -> Codes:
@@ -41,9 +42,11 @@ def encode_shaped(form: CodeFormat, x: Tensor, fit: Fit, metric: Tensor, rows: T
 
 def _shaped(levels: tuple[float, ...], x: Tensor, metric: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
     """Return adjusted codes uint8 [N, T, D] and scales float32 [N, T, 1], 0 where x is."""
-    table, tiny = level_tensor(levels, x.device), torch.finfo(torch.float32).tiny
+    table = level_tensor(levels, x.device)
+    tiny = torch.finfo(torch.float32).tiny
     # Channels first, so that one channel of all vectors is a contiguous read.
-    x, made = x.transpose(1, 2).contiguous(), codes.transpose(1, 2).contiguous()
+    x = x.transpose(1, 2).contiguous()
+    made = codes.transpose(1, 2).contiguous()
     of = table[made.long()]
     own = metric.diagonal(dim1=1, dim2=2).clamp_min(tiny)
     for _ in range(_ROUNDS):

@@ -97,7 +97,9 @@ class StopText:
     """Text up to the first of some stops; a possible beginning of a stop is buffered."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        self.stops, self.stopped, self._held = stops, False, ""
+        self.stops = stops
+        self.stopped = False
+        self._held = ""
 
     def add(self, text: str) -> None:
         """Append text; ignored after a stop."""
@@ -106,7 +108,8 @@ class StopText:
         self._held += text
         found = [at for stop in self.stops if (at := self._held.find(stop)) >= 0]
         if found:
-            self._held, self.stopped = self._held[: min(found)], True
+            self._held = self._held[: min(found)]
+            self.stopped = True
 
     def take(self, *, last: bool) -> str:
         """Return the text that is final. last: the answer has ended."""
@@ -116,5 +119,6 @@ class StopText:
             ends = range(min(longest, len(self._held)), 0, -1)
             keep = next((n for n in ends if any(stop.startswith(self._held[-n:]) for stop in self.stops)), 0)
         cut = len(self._held) - keep
-        out, self._held = self._held[:cut], self._held[cut:]
+        out = self._held[:cut]
+        self._held = self._held[cut:]
         return out

@@ -27,7 +27,8 @@ def processors_for(model: Any, ids: Tensor, rules: Sampling, limit: int, ends: C
         ends: tokens that end it.
     """
     config = copy.deepcopy(model.generation_config)
-    config.do_sample, config.temperature = rules.temperature > 0, rules.temperature or None
+    config.do_sample = rules.temperature > 0
+    config.temperature = rules.temperature or None
     for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
         value = getattr(rules, name)
         if value is not None:
@@ -56,7 +57,9 @@ class Sampler:
     def __init__(
         self, rules: Sampling, ids: Tensor, processors: LogitsProcessorList | None = None, answer: int = 0
     ) -> None:
-        self.rules, self.ids, self.start = rules, ids, len(ids)
+        self.rules = rules
+        self.ids = ids
+        self.start = len(ids)
         self._bias = torch.tensor([each[1] for each in rules.bias], device=ids.device)
         self._biased = torch.tensor([each[0] for each in rules.bias], dtype=torch.int64, device=ids.device)
         self._processors = processors

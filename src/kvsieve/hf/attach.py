@@ -155,7 +155,8 @@ def _check_arguments(model: Any, plan: Any) -> None:
 @contextlib.contextmanager
 def _alone(model: Any) -> Iterator[None]:
     """Let one block at a time, of whichever thread, have a model. Raises KvsieveError where another has it."""
-    config, block = text_config(model), object()
+    config = text_config(model)
+    block = object()
     try:
         # One step, so that of two threads only one gets the model.
         if _BLOCKS.setdefault(id(config), block) is not block or attention_of(config) == attention.NAME:
@@ -204,8 +205,10 @@ def under(sieve: Sieve, plan: Plan) -> Sieve:
 @contextlib.contextmanager
 def _running(sieve: Sieve, hidden: bool, leaving: Sequence[int], any_plan: bool) -> Iterator[None]:
     """Change the model so that a plan runs on it, and bring everything back; see hooks.install."""
-    model, decoder = sieve.model, cast("Any", sieve.decoder)
-    found, own = attention_of(sieve.config), vars(model).get("generate")
+    model = sieve.model
+    decoder = cast("Any", sieve.decoder)
+    found = attention_of(sieve.config)
+    own = vars(model).get("generate")
     attention.register()
     handles = []
     try:

@@ -169,7 +169,8 @@ def logits_processors(model: Any, config: GenerationConfig, input_ids: Tensor) -
         config: complete; see `prepared_config`. It is left as it is.
         input_ids: int64 [B, N], the prompt, without padding.
     """
-    config, length = copy.deepcopy(config), input_ids.shape[1]
+    config = copy.deepcopy(config)
+    length = input_ids.shape[1]
     model._prepare_special_tokens(config, True, device=input_ids.device, batch_size=len(input_ids))
     # As generate does, which counts lengths from the beginning of the prompt.
     if config.max_new_tokens is not None:
@@ -200,7 +201,8 @@ def device_mesh(model: Any) -> Any | None:
 
 def tensor_parallel_mesh(model: Any) -> Any | None:
     """Return the device mesh where it is tensor parallelism and nothing beside it, one-dimensional; else None."""
-    config, mesh = getattr(model.config, "distributed_config", None), device_mesh(model)
+    config = getattr(model.config, "distributed_config", None)
+    mesh = device_mesh(model)
     if mesh is None or getattr(config, "tp_size", None) != mesh.size():
         return None
     return mesh if mesh.ndim == 1 else mesh["tp"]
@@ -227,7 +229,8 @@ def _mask_parts(mask_function: Any) -> list[Any]:
     ):
         # Blocks are images, and there is none.
         return []
-    both, either = name.startswith("and_masks."), name.startswith("or_masks.")
+    both = name.startswith("and_masks.")
+    either = name.startswith("or_masks.")
     if not both and not either:
         return [mask_function]
     parts = [_mask_parts(part) for cell in cells for part in cell]

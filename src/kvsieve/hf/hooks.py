@@ -39,9 +39,11 @@ def install(model: AttachedModel, *, hidden: bool, leaving: Sequence[int] = (), 
         leaving: layers that call ``PassRequest.on_leave``.
         any_plan: register what any plan needs, beside the attached one; see attach.under.
     """
-    decoder, plan = model.decoder, model.plan
+    decoder = model.decoder
+    plan = model.plan
     layers = model.layers
-    names, taken_as = list(inspect.signature(decoder.forward).parameters), cache_argument(decoder)
+    names = list(inspect.signature(decoder.forward).parameters)
+    taken_as = cache_argument(decoder)
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}

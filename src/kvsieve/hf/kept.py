@@ -30,7 +30,8 @@ def kept_of(cache: SieveCache, ids: Tensor, row: int = 0, tokenizer: Any = None)
         InputError: ids of another conversation, or no such row.
     """
     cache.check_copyable("looked at")
-    conversation, turn = cache.conversation, cache.turn
+    conversation = cache.conversation
+    turn = cache.turn
     batch, (length, mask) = conversation.batch, conversation.caller_length_and_mask()
     if not batch:
         raise CacheStateError("the cache has read nothing yet, so it holds no tokens: feed a prompt first")
@@ -50,7 +51,8 @@ def kept_of(cache: SieveCache, ids: Tensor, row: int = 0, tokenizer: Any = None)
         mask = conversation.ends.corrected(ids.new_ones(batch, length) if mask is None else mask)
         ids = conversation.ends.as_read(ids)
     numbers = token_numbers(mask, batch, length)[row]
-    count, short = int(numbers.max()) + 1, conversation.short_prompt
+    count = int(numbers.max()) + 1
+    short = conversation.short_prompt
     before = 0 if short is not None else int((numbers[: turn.start] >= 0).sum())
     lengths = conversation.prompt_lengths if short is None else short.lengths
     return Kept(
@@ -90,7 +92,8 @@ def _held(cache: SieveCache, index: int, store: LayerMemory, row: int, numbers: 
     """Numbers of the tokens that a layer stores, int64 [H, n], -1 for filler and padding."""
     short = cache.conversation.short_prompt
     columns = store.index if short is None else short.as_given(store.index, index)
-    tokens, valid = columns[row].long().cpu(), store.valid
+    tokens = columns[row].long().cpu()
+    valid = store.valid
     # A window's index holds positions, which do not count padding.
     if cache.all_layers[index].window is None:
         tokens = numbers[tokens.clamp_min(0)].masked_fill(tokens < 0, -1)
@@ -115,7 +118,8 @@ def _shares(tokens: Tensor, count: int) -> tuple[Tensor, tuple[int, ...]]:
 
 def _reached(cache: SieveCache, index: int, row: int, numbers: Tensor, count: int) -> Tensor | None:
     """Tokens that came to a layer, bool [count]; None for all."""
-    short, reached = cache.conversation.short_prompt, torch.ones(count, dtype=torch.bool)
+    short = cache.conversation.short_prompt
+    reached = torch.ones(count, dtype=torch.bool)
     propagator = cache.owner.plan.propagate
     if short is not None:
         if propagator is not None and propagator.two_pass:
@@ -139,7 +143,8 @@ def _reached(cache: SieveCache, index: int, row: int, numbers: Tensor, count: in
 
 def _notes(cache: SieveCache) -> list[str]:
     """Tell what a map of positions cannot."""
-    notes, reads = [], cache.turn.record.reads
+    notes = []
+    reads = cache.turn.record.reads
     reader = cache.owner.plan.read
     if reader is not None:
         heads = sum(layer.store.heads for layer in cache.sieve_layers.values())

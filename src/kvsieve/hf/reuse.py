@@ -150,12 +150,15 @@ class StoredPrefixes:
             progress: called with (tokens read, tokens in all).
             leave: see `find`.
         """
-        known, total, began = ids[0].tolist(), ids.shape[1], time.perf_counter()
+        known = ids[0].tolist()
+        total = ids.shape[1]
+        began = time.perf_counter()
         found = None if cache.num_seen else self.find(sieve, known, chunk, leave)
         if found is not None:
             cache.become(found.cache)
         before = 0.0 if found is None else found.seconds
-        start, searched = cache.num_seen, time.perf_counter()
+        start = cache.num_seen
+        searched = time.perf_counter()
 
         def store() -> None:
             self.add(sieve, known, cache, before + time.perf_counter() - searched, chunk)
@@ -180,7 +183,9 @@ class StoredPrefixes:
 
     def generate(self, sieve: Any, ids: Tensor, **options: Any) -> GenerateResult:
         """Answer a prompt int64 [1, N] as ``Sieve.generate`` does, from the longest stored prefix."""
-        cache, progress, chunk = sieve.new_cache(), options.pop("progress", None), options.get("chunk")
+        cache = sieve.new_cache()
+        progress = options.pop("progress", None)
+        chunk = options.get("chunk")
         begun = self.begin(sieve, ids, cache, chunk, progress)
         rest = shifted(progress, cache.num_seen, ids.shape[1])
         result = sieve.generate(ids, torch.ones_like(ids), cache=cache, progress=rest, **options)

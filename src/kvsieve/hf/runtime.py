@@ -84,7 +84,8 @@ class AttachedModel(Unpicklable):
         self.facts = Facts(model)
         self._adapted = adapted_layer(self.decoder)
         self.kinds = layer_kinds(self.config)
-        growing, tables = growing_layers(self.kinds), self.facts.tables if self.facts.tables.depend else None
+        growing = growing_layers(self.kinds)
+        tables = self.facts.tables if self.facts.tables.depend else None
         self.context = ModelContext(self.num_layers, growing, self.facts, ranks_of(model, plan), tables)
         divided = tensor_parallel_mesh(model) is not None
         self.engine = Engine(self.decoder, decode, divided, model.get_output_embeddings())
@@ -264,7 +265,8 @@ class AttachedModel(Unpicklable):
         Found by reading two tokens after two: as all four at once, or such that the states between them matter.
         """
         ids = torch.arange(1, 5, device=self.model.device)[None] % self.config.vocab_size
-        request, ends = PassRequest(plan=Plan()), []
+        request = PassRequest(plan=Plan())
+        ends = []
         before = self.new_cache()
         self._probing = True
         try:
@@ -285,7 +287,8 @@ class AttachedModel(Unpicklable):
         finally:
             self._probing = False
         assert whole is not None
-        parted, last = ends[0][0][:, -1].float(), whole[:, -1].float()
+        parted = ends[0][0][:, -1].float()
+        last = whole[:, -1].float()
         if bool((parted - last).norm() <= 1e-3 * last.norm()):
             return True
         return all(any(not torch.equal(*pair) for pair in zip(ends[0], end, strict=True)) for end in ends[1:])

@@ -91,7 +91,8 @@ _NAMES = {
 
 def describe_kinds(kinds: tuple[LayerKind, ...]) -> str:
     """Say what a model's layers hold, such as "16 of 64 layers hold KV that grows, 48 are recurrent"."""
-    grows, both = len(growing_layers(kinds)), sum(kind.state and kind.entries != "none" for kind in kinds)
+    grows = len(growing_layers(kinds))
+    both = sum(kind.state and kind.entries != "none" for kind in kinds)
     latent = sum(kind.entries == "latent" for kind in kinds)
     whole = "all" if grows == len(kinds) else f"{grows} of"
     parts = [f"{whole} {len(kinds)} layers hold KV that grows"]

@@ -18,7 +18,8 @@ from kvsieve.kernels.split import beside, capped
 # stages of keys and values in flight that is less than the 99 KiB that the smallest of the GPUs give a program, and an
 # H100 runs two programs of four warps at a time: one computes weights while the other multiplies. There eight warps,
 # more stages and wider tiles were all slower (by 1.05 to 2.2).
-_QUERY_BYTES, _KEY_BYTES = 32 << 10, 16 << 10
+_QUERY_BYTES = 32 << 10
+_KEY_BYTES = 16 << 10
 
 
 @triton.jit
@@ -176,8 +177,11 @@ def block_attention(
         [B, Hq, L, Dv], with a token's heads adjacent in memory.
     """
     batch, query_heads, new, dim = asked.query.shape
-    heads, value_dim = keys.shape[1], values.shape[-1]
-    query, keys, values = rows(asked.query), rows(keys), rows(values)
+    heads = keys.shape[1]
+    value_dim = values.shape[-1]
+    query = rows(asked.query)
+    keys = rows(keys)
+    values = rows(values)
     out = query.new_empty(batch, new, query_heads, value_dim)
     width = max(padded(dim), padded(value_dim)) * query.element_size()
     tile = min(fitting(_QUERY_BYTES, width, 128), padded(grid.queries))

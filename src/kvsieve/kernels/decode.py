@@ -111,7 +111,8 @@ def kv_row_attention(asked: Queries, kv_rows: StoredRows, chosen: Tensor | None 
     if chosen is not None:
         count = capacity = chosen.shape[-1]
         if chosen.ndim == 3:
-            query, chosen = query.reshape(query_rows * groups, 1, -1), chosen.flatten(0, 1)
+            query = query.reshape(query_rows * groups, 1, -1)
+            chosen = chosen.flatten(0, 1)
     keys, values = (part.expand(query_rows, 1, -1, -1) for part in (kv_rows.keys, kv_rows.values))
     entries = Entries(count, capacity, chosen, kv_rows.body, kv_rows.tail, kv_rows.stride)
     out, _ = attend(asked, query, keys, values, entries)
@@ -138,15 +139,19 @@ def attend(
         Output [X, G, Dv] and log-sum-exp float32 [X, G], without sinks.
     """
     query_rows, groups, dim = query.shape
-    value_dim, capacity = values.shape[-1], entries.capacity
-    query, keys, values = query.contiguous(), rows(keys), rows(values)
+    value_dim = values.shape[-1]
+    capacity = entries.capacity
+    query = query.contiguous()
+    keys = rows(keys)
+    values = rows(values)
     if mask is not None:
         mask = rows(mask.view(torch.uint8) if mask.dtype == torch.bool else mask)
     block = fitting(_BYTES, (padded(dim) + padded(value_dim)) * keys.element_size(), 128)
     share = cdiv(query_rows * capacity, PER_SM * multiprocessors(query.device))
     per = cdiv(share, block) * block
     parts = cdiv(capacity, per)
-    out, norm = query.new_empty(query_rows, groups, value_dim), query.new_empty(query_rows, groups, dtype=torch.float32)
+    out = query.new_empty(query_rows, groups, value_dim)
+    norm = query.new_empty(query_rows, groups, dtype=torch.float32)
     sinks = None if asked.sinks is None else asked.sinks.contiguous()
     sink_rows = 1 if sinks is None else sinks.numel() // groups
     split = _Split(per, block, out, norm, asked.softcap, sinks if parts == 1 else None)
@@ -197,8 +202,12 @@ def _launch(
     """Attend in each part of each KV row; parameters as prepared by `attend`."""
     query_rows, groups, dim = query.shape
     batch, heads, value_dim = *keys.shape[:2], values.shape[-1]
-    chosen, body, count = entries.chosen, entries.body, entries.count
-    on_device, softcap, sinks = isinstance(count, Tensor), split.softcap, split.sinks
+    chosen = entries.chosen
+    body = entries.body
+    count = entries.count
+    on_device = isinstance(count, Tensor)
+    softcap = split.softcap
+    sinks = split.sinks
     split_kernel[query_rows, cdiv(entries.capacity, split.per)](
         query,
         keys,

@@ -76,7 +76,8 @@ def packed_decode(
     rows, groups, per_row = *query.shape[:2], table.shape[1]
     per = cdiv(rows * per_row, (PROGRAMS if planes else PER_SM) * multiprocessors(query.device))
     parts = cdiv(per_row, per)
-    of_parts, of_norms = query.new_empty(rows, parts, groups, values.dim), query.new_empty(rows, parts, groups)
+    of_parts = query.new_empty(rows, parts, groups, values.dim)
+    of_norms = query.new_empty(rows, parts, groups)
     inputs = query, base if base is None else base.contiguous(), table.contiguous(), fills.contiguous()
     with on(query):
         launch(inputs, keys, values, softcap, per, (of_parts, of_norms))
@@ -159,7 +160,8 @@ def _planes(name: str, blocks: PackedBlocks) -> dict[str, int]:
     if blocks.bits not in (2, 4, 8) or blocks.levels is not None:
         return {}
     # An entry has as many bytes as channels at one bit position.
-    size, group = blocks.dim * blocks.bits // 8, blocks.group
+    size = blocks.dim * blocks.bits // 8
+    group = blocks.group
     channels = min(size, group or size)
     if size % channels or group % channels or channels % 2 or 2 * blocks.dim // channels > _PLANES:
         return {}
@@ -175,7 +177,8 @@ def _planes(name: str, blocks: PackedBlocks) -> dict[str, int]:
 def _merged(of_parts: Tensor, of_norms: Tensor) -> tuple[Tensor, Tensor]:
     """Merge parts [R, S, G, Dv] with log-sum-exp [R, S, G] into outputs [R, G, Dv] with log-sum-exp [R, G]."""
     rows, parts, groups, wide = of_parts.shape
-    out, norm = of_parts.new_empty(rows, groups, wide), of_norms.new_empty(rows, groups)
+    out = of_parts.new_empty(rows, groups, wide)
+    norm = of_norms.new_empty(rows, groups)
     sizes = {"PADDED_PARTS": power_of_two(parts), "PADDED_VALUE_DIM": padded(wide), "BLOCK": _MERGED, "num_warps": 4}
     with on(out):
         merge_kernel[rows, groups](

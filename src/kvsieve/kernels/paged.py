@@ -15,7 +15,8 @@ from kvsieve.kernels.choice import least_taken, summed_weights
 from kvsieve.kernels.launch import cdiv, on, padded, power_of_two, precision, rows
 
 # Pages and channels of a tile: 64 pieces of 128 bytes.
-_PAGES, _CHANNELS = 64, 64
+_PAGES = 64
+_CHANNELS = 64
 
 
 @triton.jit(do_not_specialize=["page", "parts", "width"])
@@ -41,7 +42,8 @@ def paged_kernel(
     PRECISION: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
-    request, head = row // heads, row % heads
+    request = row // heads
+    head = row % heads
     there = (tl.load(sizes + request) + page - 1) // page
     place = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
     inside = place < there
@@ -92,8 +94,10 @@ def paged_scores(bounds: Tensor, question: Tensor, table: Tensor, sizes: Tensor,
         float32 [R, H, G, width * parts]; -inf beyond a request's entries.
     """
     requests, heads, groups = question.shape[:3]
-    channels, width = bounds.shape[2] * bounds.shape[3], table.shape[1] * parts
-    question, table = question.contiguous(), rows(table)
+    channels = bounds.shape[2] * bounds.shape[3]
+    width = table.shape[1] * parts
+    question = question.contiguous()
+    table = rows(table)
     if bounds.stride(3) != 1 or bounds.stride(2) != bounds.shape[3]:
         raise ValueError(f"bounds of a page must lie side by side, got strides {bounds.stride()}")
     out = question.new_empty(requests, heads, groups, width)
@@ -145,7 +149,8 @@ def paged_choice_kernel(
     PADDED_PARTS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    request, head = row // heads, row % heads
+    request = row // heads
+    head = row % heads
     end = tl.load(sizes + request)
     pages = (end + page * PARTS - 1) // (page * PARTS)
     wanted = tl.minimum(tl.load(counts + request), pages)
@@ -201,7 +206,8 @@ def paged_choice(
     requests, heads, groups = scores.shape[:3]
     table, width = rows(table), table.shape[1]
     out = torch.empty(requests, heads, most, dtype=torch.int32, device=scores.device)
-    blocks, wide = padded(width), power_of_two(parts)
+    blocks = padded(width)
+    wide = power_of_two(parts)
     with on(scores):
         paged_choice_kernel[requests * heads,](
             *(scores, table, sizes, counts, out, page, width, most, heads),

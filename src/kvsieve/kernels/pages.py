@@ -11,7 +11,8 @@ from kvsieve.kernels.inputs import StoredRows
 from kvsieve.kernels.launch import cdiv, on, padded, power_of_two, precision, rows
 
 # Pages and table rows of a tile: 32 pieces of 256 bytes; eight such programs of three stages fit a multiprocessor.
-_PAGES, _ROWS = 128, 32
+_PAGES = 128
+_ROWS = 32
 
 
 @triton.jit(do_not_specialize=["number", "page_size", "capacity", "wanted", "index_row"])
@@ -158,7 +159,8 @@ def page_scores(
     """
     kv_rows, _, dim, capacity = table.shape
     groups, wanted = weights.shape[1:]
-    table, weights = rows(table), weights.to(torch.float32).contiguous()
+    table = rows(table)
+    weights = weights.to(torch.float32).contiguous()
     out = weights.new_empty(kv_rows, groups, capacity)
     on_device = isinstance(length, Tensor)
     with on(table):
@@ -220,7 +222,8 @@ def update_pages(table: Tensor, kv_rows: StoredRows, page: int) -> None:
         page: entries per page.
     """
     count, halves, dim, capacity = table.shape
-    body, keys = kv_rows.body, rows(kv_rows.keys)
+    body = kv_rows.body
+    keys = rows(kv_rows.keys)
     with on(table):
         update_kernel[count,](
             *(table, keys, body, kv_rows.tail, None if kv_rows.length is None else kv_rows.length.count),

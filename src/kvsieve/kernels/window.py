@@ -16,7 +16,8 @@ from kvsieve.kernels.launch import PER_SM, cdiv, fitting, multiprocessors, on, p
 from kvsieve.kernels.split import capped
 
 # Bytes of a tile of queries and of one of keys: 128 rows and 64 or 128 entries of 128 bfloat16 channels.
-_QUERY_BYTES, _KEY_BYTES = 32 << 10, 16 << 10
+_QUERY_BYTES = 32 << 10
+_KEY_BYTES = 16 << 10
 # Entries that a program pools.
 _POOLED = 1024
 
@@ -208,9 +209,12 @@ def window_mass(asked: Queries, keys: Tensor, valid: Tensor | None = None) -> Te
     Arguments as in `core.scoring.window_mass`; queries and keys may be views of larger buffers.
     """
     batch, query_heads, window, dim = asked.query.shape
-    heads, length = keys.shape[1], keys.shape[2]
-    groups, kv_rows = query_heads // heads, batch * heads
-    query, keys = rows(asked.query), rows(keys)
+    heads = keys.shape[1]
+    length = keys.shape[2]
+    groups = query_heads // heads
+    kv_rows = batch * heads
+    query = rows(asked.query)
+    keys = rows(keys)
     if valid is not None:
         valid = rows(valid.view(torch.uint8)).expand(batch, heads, -1)
     width = padded(dim)

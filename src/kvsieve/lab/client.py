@@ -101,7 +101,8 @@ class ServerClient:
         body: dict[str, Any] = {"model": self.model, "prompt": prompt if isinstance(prompt, str) else list(prompt)}
         body |= {"max_tokens": max_tokens, "temperature": 0, "stream": True}
         body |= {"stream_options": {"include_usage": True}, **self.extra, **more}
-        times, pieces = list[float](), list[str]()
+        times = list[float]()
+        pieces = list[str]()
         usage: dict[str, Any] = {}
         began = time.perf_counter()
         for chunk in self._chunks("/v1/completions", body):

@@ -67,7 +67,8 @@ class LayerAllocator(Allocator):
         acting = self.acting(ctx)
         place = acting.index(ctx.layer_idx)
         owed = ctx.shared.setdefault("owed", [0] * len(counts))
-        wanted, later = [], []
+        wanted = []
+        later = []
         for row, (count, length, must) in enumerate(zip(counts, ctx.step.lengths, _asked(ctx), strict=True)):
             floor = min(count, max(self.minimum, must))
             share = self.divide(acting, length, count, floor)[place]
@@ -106,10 +107,12 @@ class LayerScores:
     def cut(self, kept: list[int]) -> Selection:
         best = top_mask(self.scores, tuple(kept))
         chosen = pack(best, tuple(kept)) if self.even else pack_ragged(best & ~self.scores.isneginf())
-        scores, real = self.scores.gather(-1, chosen.indices), chosen.real()
+        scores = self.scores.gather(-1, chosen.indices)
+        real = chosen.real()
         if real is not None:
             scores = scores.masked_fill(~(real[:, None] if real.ndim == 2 else real), float("-inf"))
-        self.scores, self.stored = scores, kept
+        self.scores = scores
+        self.stored = kept
         return chosen
 
 
@@ -203,7 +206,8 @@ class Cascade(Allocator, recuts=True):
             min(stored, max(stored if count >= stored else self.minimum, held))
             for count, stored, held in zip(asked, ctx.stored, must, strict=True)
         ]
-        weights, even = self.weigh(ctx), ctx.valid is None
+        weights = self.weigh(ctx)
+        even = ctx.valid is None
         return LayerScores(ctx.layer_idx, scores, asked, floors, list(ctx.stored), weights, ctx.state, even)
 
     def _remember(self, seen: Sequence[LayerScores], rows: Sequence[Sequence[int]]) -> None:

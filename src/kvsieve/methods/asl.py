@@ -124,7 +124,8 @@ class AdaptiveTSP(Propagator, heads="all", query_aware=True):
             held, counts = apply_protection(ctx, ranked.masked_fill(~mask, float("-inf"))[:, None], kept, insist=True)
             best = top_mask(held[:, 0], counts)
         for index in chosen:
-            rows[index].tokens, rows[index].kept = best[index], counts[index]
+            rows[index].tokens = best[index]
+            rows[index].kept = counts[index]
         if self.two_pass and any(row.layer is None and row.kept < row.length for row in rows):
             return None
         # Columns of this layer: with two passes the prompt's, else of a row that selects here.
@@ -149,7 +150,9 @@ class AdaptiveTSP(Propagator, heads="all", query_aware=True):
         row.trace.append(relative)
         if relative >= self.tau:
             return False
-        row.layer, row.settled, row.ranks = ctx.layer_idx, True, []
+        row.layer = ctx.layer_idx
+        row.settled = True
+        row.ranks = []
         return True
 
 

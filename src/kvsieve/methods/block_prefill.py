@@ -45,7 +45,8 @@ class BlockPrefill(SparsePrefill):
 
     def always(self, ctx: PromptContext) -> Tensor:
         """Return the blocks that are computed regardless of scores, bool [query blocks, key blocks]."""
-        grid, device = ctx.grid, ctx.keys.device
+        grid = ctx.grid
+        device = ctx.keys.device
         near = grid.near(-(-self.local // self.block), device)
         near[:, : -(-(self.sinks + grid.pad) // self.block) if self.sinks else 0] = True
         if ctx.ends and self.full:

@@ -27,7 +27,8 @@ from kvsieve.planning.registry import Parameters, register_method
 from kvsieve.types import LayerContext
 
 # Beyond these, weights and scores overflow.
-_LEAST_TAU, _MOST_GAMMA = 0.05, 1e9
+_LEAST_TAU = 0.05
+_MOST_GAMMA = 1e9
 
 
 @dataclass
@@ -55,7 +56,9 @@ def _statistics(ctx: LayerContext, window: int) -> _Statistics:
         real = ctx.valid[:, :1, before:, None].to(real.dtype)
     number = real.sum(2)
     entropy = real.new_zeros(query.shape[0])
-    means, variances, start = [real.new_zeros(*query.shape[:2], 0)], [real.new_zeros(*query.shape[:2], 0)], 0
+    means = [real.new_zeros(*query.shape[:2], 0)]
+    variances = [real.new_zeros(*query.shape[:2], 0)]
+    start = 0
     for weights in weights_of(ctx, window):
         part = weights[..., : max(before - start, 0)]
         start += weights.shape[-1]

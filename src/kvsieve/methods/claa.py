@@ -34,7 +34,8 @@ from kvsieve.planning.registry import register_method
 from kvsieve.planning.roles import Layers
 from kvsieve.types import LayerContext, Selection
 
-_SCORES, _DROPS = "claa_scores", "claa_drops"
+_SCORES = "claa_scores"
+_DROPS = "claa_drops"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +64,13 @@ class CrossLayerTSP(TSP, heads="all", query_aware=True):
 
     def select(self, ctx: LayerContext) -> Selection | None:
         layers = ctx.layers or tuple(range(ctx.num_layers))
-        done, steps = ctx.shared.get(_DROPS, 0), self._steps(ctx.num_layers, layers)
+        done = ctx.shared.get(_DROPS, 0)
+        steps = self._steps(ctx.num_layers, layers)
         if done == len(steps):
             return None
         (at, rate), here = steps[done], layers.index(ctx.layer_idx)
-        lengths, offered = ctx.step.turn_lengths, ctx.offered_counts
+        lengths = ctx.step.turn_lengths
+        offered = ctx.offered_counts
         counts = tuple(min(n, rate.entries(length, self.window)) for n, length in zip(offered, lengths, strict=True))
         seen: list[Tensor] = ctx.shared.setdefault(_SCORES, [])
         if at - here < self.joined and counts != offered:

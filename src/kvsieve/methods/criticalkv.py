@@ -49,7 +49,8 @@ def projected_norm(ctx: LayerContext) -> Tensor:
     """Return the L1 norm of each stored value after each query head's output projection, [B, Hq, N]."""
     projection = model_facts(ctx).output_weight(ctx.layer_idx)
     batch, heads, length, size = ctx.values.shape
-    query_heads, dtype = ctx.query.shape[1], score_dtype(ctx.values.dtype)
+    query_heads = ctx.query.shape[1]
+    dtype = score_dtype(ctx.values.dtype)
     if projection.shape[:2] != (query_heads, size):
         raise UnsupportedModelError(
             f"layer {ctx.layer_idx} has an output projection for heads of {tuple(projection.shape[:2])}, its attention "

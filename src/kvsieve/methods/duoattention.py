@@ -87,7 +87,8 @@ class DuoAttention(ScoredEvictor, heads="all", ragged=True, query_aware=False):
             return None
         if not self._share_out(ctx, counts):
             return None
-        scores, firsts = self.scores(ctx).clone(), [self._firsts(count) for count in counts]
+        scores = self.scores(ctx).clone()
+        firsts = [self._firsts(count) for count in counts]
         for row, count in enumerate(firsts):
             sinks = first_real(ctx, count)
             scores[row].masked_fill_(sinks[row if len(sinks) > 1 else 0], float("inf"))
@@ -118,13 +119,16 @@ class DuoAttention(ScoredEvictor, heads="all", ragged=True, query_aware=False):
         heads = ctx.keys.shape[1] * ctx.ranks.size
         may = ctx.layers or range(ctx.num_layers)
         layers = [index for index in may if not skipped(self.skip_layers, index, ctx.num_layers)]
-        every, endless = len(layers) * heads, torch.iinfo(torch.int64).max
-        state, zeros = ctx.state, torch.zeros(len(counts), dtype=torch.int64)
+        every = len(layers) * heads
+        endless = torch.iinfo(torch.int64).max
+        state = ctx.state
+        zeros = torch.zeros(len(counts), dtype=torch.int64)
         retrieving = state.get("retrieving", zeros + every).clone()
         streaming = state.get("streaming", torch.full((len(counts), ctx.keys.shape[1]), endless)).clone()
         state["lost"] = state.get("lost", zeros).clone()
         for row, (stored, lost, count) in enumerate(zip(ctx.stored, state["lost"].tolist(), counts, strict=True)):
-            before, length = int(retrieving[row]), stored + lost
+            before = int(retrieving[row])
+            length = stored + lost
             if ctx.step.phase == "decode" and before < every:
                 continue
             retrieving[row] = min(before, self.retrieving(every, length, count))

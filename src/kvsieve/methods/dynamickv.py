@@ -55,7 +55,8 @@ class DynamicKV(Cascade, heads="all", query_aware=True):
 
     def weights(self, seen: Sequence[LayerScores], row: int) -> list[float]:
         """Count, per layer, its share of the best entries of all layers so far."""
-        lines, budget = [], 0
+        lines = []
+        budget = 0
         for layer in seen:
             scores = layer.scores[row]
             top = top_mask(scores[None], (self._most(layer, row),))[0]

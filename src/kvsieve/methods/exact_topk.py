@@ -41,7 +41,8 @@ class ExactTopK(BudgetReader, static_shapes=True):
 
     def choose(self, asked: AttentionQueries, kv_rows: KVRows, state: dict[str, Any], setting: Setting) -> Choice:
         keys = kv_rows.keys_at(kv_rows.span(0, kv_rows.size))
-        query, dtype = asked.query, score_dtype(asked.query.dtype)
+        query = asked.query
+        dtype = score_dtype(asked.query.dtype)
         logits = query.to(dtype) @ keys.to(dtype).transpose(1, 2) * asked.scale
         if self.per_group:
             logits = cap(logits, asked)

@@ -85,13 +85,15 @@ class ExpectedAttention(ScoredEvictor, needs=("rotary", "uncapped"), heads="own"
     def _add(self, ctx: LayerContext, query: Tensor, counted: Tensor) -> None:
         """Merge queries [B, Hq, L, D], those `counted` [B, L], into the statistics (Chan, Golub and LeVeque)."""
         batch, heads, _, size = query.shape
-        state, weight = ctx.state, counted.to(query.dtype)[:, None, :, None]
+        state = ctx.state
+        weight = counted.to(query.dtype)[:, None, :, None]
         if "queries" not in state:
             state["queries"] = query.new_zeros(batch)
             state["mean"] = query.new_zeros(batch, heads, size)
             if self.use_covariance:
                 state["scatter"] = query.new_zeros(batch, heads, size, size)
-        before, added = state["queries"], counted.sum(-1).to(query.dtype)
+        before = state["queries"]
+        added = counted.sum(-1).to(query.dtype)
         total = before + added
         mean = (query * weight).sum(2) / added.clamp_min(1)[:, None, None]
         moved = mean - state["mean"]
@@ -132,7 +134,8 @@ class ExpectedAttention(ScoredEvictor, needs=("rotary", "uncapped"), heads="own"
 
     def _average_turn(self, ctx: LayerContext, dtype: torch.dtype) -> Tensor:
         """Return the mean rotation over each row's next positions, [B, D, D], to multiply row vectors with."""
-        size, device = ctx.keys.shape[3], ctx.keys.device
+        size = ctx.keys.shape[3]
+        device = ctx.keys.device
         basis = torch.eye(size, dtype=dtype, device=device)[None, :, None]
         average: dict[int, Tensor] = {}
         for length in dict.fromkeys(ctx.step.lengths):

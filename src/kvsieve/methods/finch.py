@@ -61,14 +61,16 @@ class Finch(ChunkedEvictor, needs=("rotary",), heads="own", takes_quotas=True, q
 
     def scores(self, ctx: LayerContext) -> Tensor:
         """Return the question's scores of the entries before it, [B, H, N - question]."""
-        count, length = self.question_tokens, ctx.keys.shape[2]
+        count = self.question_tokens
+        length = ctx.keys.shape[2]
         slots = torch.arange(length, device=ctx.keys.device)
         visible = (slots <= slots[-count:, None])[None, None]
         if ctx.valid is not None:
             visible = visible & ctx.valid[:, :, None] & ctx.valid[:, :, -count:, None]
         asking = visible.any(-1)
         weights = visible.sum(-1) / asking.sum(-1, keepdim=True).clamp_min(1)
-        query, before = ctx.query[:, :, -count:], length - count
+        query = ctx.query[:, :, -count:]
+        before = length - count
         mass = query_mass(ctx.asks(query), ctx.keys, visible, weights=weights, entries=before)
         return group_mean(mass, ctx.keys.shape[1])
 

@@ -19,7 +19,8 @@ from kvsieve.methods.block_prefill import BlockPrefill, check_share
 from kvsieve.planning.registry import register_method
 
 # Query blocks weighed at a time: few on a CPU, so that their weights fit into its caches.
-_PART, _PART_ELSEWHERE = 4, 32
+_PART = 4
+_PART_ELSEWHERE = 32
 
 
 @register_method(

@@ -43,8 +43,10 @@ class FlexPrefill(BlockPrefill, heads="own"):
         check_share(self, "divergence", self.divergence)
 
     def select(self, ctx: PromptContext) -> Tensor:
-        grid, always = ctx.grid, self.always(ctx)
-        lines, estimate = BlockLines.of(ctx, self.queries), self.estimate(ctx)
+        grid = ctx.grid
+        always = self.always(ctx)
+        lines = BlockLines.of(ctx, self.queries)
+        estimate = self.estimate(ctx)
         nothing = torch.zeros(1, dtype=torch.bool, device=always.device)
         along = lines.choose(
             covering(lines.vertical, self.gamma, nothing), covering(lines.slash, self.gamma, nothing), grid

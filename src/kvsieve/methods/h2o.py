@@ -27,7 +27,8 @@ _BLOCK = 256
 
 def received_mass(ctx: LayerContext) -> Tensor:
     """Return the mass that each entry received from this pass's queries, [B, H, N], group mean, causal."""
-    length, new = ctx.keys.shape[2], ctx.query.shape[2]
+    length = ctx.keys.shape[2]
+    new = ctx.query.shape[2]
     total: Tensor | None = None
     for start in range(0, new, _BLOCK):
         stop = min(start + _BLOCK, new)
@@ -118,7 +119,8 @@ class H2O(ScoredEvictor, heads="own", query_aware=True):
     def observe(self, ctx: LayerContext) -> None:
         if skips(self.skip_layers, ctx):
             return
-        mass, before = received_mass(ctx), ctx.state.get("mass")
+        mass = received_mass(ctx)
+        before = ctx.state.get("mass")
         index = ctx.index if ctx.valid is None else ctx.index.masked_fill(~ctx.valid, -1)
         if before is not None:
             known = ctx.state["index"]

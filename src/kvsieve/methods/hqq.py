@@ -20,7 +20,9 @@ from kvsieve.methods.base import check_int
 from kvsieve.methods.kivi import KIVI
 from kvsieve.planning.registry import register_method
 
-_P, _BETA, _GROWTH = 0.7, 10.0, 1.01
+_P = 0.7
+_BETA = 10.0
+_GROWTH = 1.01
 
 
 @register_method(
@@ -49,15 +51,19 @@ class HQQ(KIVI, heads="own"):
         assert best is not None
         # In steps of the scale: a number is its code plus the zero.
         step = torch.where(scale > 0, scale, torch.ones_like(scale))
-        steps, zero = x / step, best / step
+        steps = x / step
+        zero = best / step
         best = zero
-        least, beta, top = torch.full_like(best, float("inf")), _BETA, (1 << form.bits) - 1
+        least = torch.full_like(best, float("inf"))
+        beta = _BETA
+        top = (1 << form.bits) - 1
         for _ in range(self.rounds + 1):
             codes = (steps - zero).round_().clamp_(0, top)
             error = steps - codes - zero
             size = error.abs()
             found = size.pow(_P).sum(dim, keepdim=True)
-            best, least = torch.where(found < least, zero, best), torch.minimum(found, least)
+            best = torch.where(found < least, zero, best)
+            least = torch.minimum(found, least)
             outside = error.sign() * (size - size.clamp_min(1e-6).pow(_P - 1) / beta).clamp_min_(0)
             zero = (steps - outside - codes).mean(dim, keepdim=True)
             beta *= _GROWTH

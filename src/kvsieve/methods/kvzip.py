@@ -114,7 +114,8 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
         for start in range(0, int(numbers.max()) + 1, self.chunk_length):
             rows = [self.fed(ids[real], start) for ids, real in zip(passes.ids, passes.real, strict=True)]
             size = max(map(len, rows))
-            ids, real = passes.ids.new_zeros(len(rows), size), passes.real.new_zeros(len(rows), size)
+            ids = passes.ids.new_zeros(len(rows), size)
+            real = passes.real.new_zeros(len(rows), size)
             # Filler comes last: between a row and the fed tokens, it would count as part of sliding windows.
             for row, fed in enumerate(rows):
                 ids[row, : len(fed)], real[row, : len(fed)] = fed, True
@@ -153,7 +154,8 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
         before = shown.gather(2, slots)[:, :, None].expand(-1, -1, fed, -1)
         if ctx.valid is not None:
             own = real[:, :, None, stored:]
-            causal, before = causal & own & own.transpose(2, 3), before & own.transpose(2, 3)
+            causal = causal & own & own.transpose(2, 3)
+            before = before & own.transpose(2, 3)
         visible = torch.cat([before, causal.expand(*before.shape[:2], -1, -1)], -1)
         among = torch.cat([keys, ctx.keys[:, :, stored:]], 2)
         asked = slots.shape[-1]
@@ -164,7 +166,8 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
         mine.scatter_reduce_(2, slots, best, "amax")
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | dict[int, Selection] | None:
-        scores, closes = ctx.state.pop(_STATE, None), ctx.state.pop("kvzip_closes", False)
+        scores = ctx.state.pop(_STATE, None)
+        closes = ctx.state.pop("kvzip_closes", False)
         if scores is None:
             return None
         scores = scores.masked_fill(first_real(ctx, self.prefix), float("inf"))

@@ -159,7 +159,8 @@ class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remember
         if not any(acts):
             return None
         mask = torch.zeros(ctx.keys.shape[:3], dtype=torch.bool, device=ctx.keys.device)
-        lengths, scores = [], []
+        lengths = []
+        scores = []
         for row, sizes in enumerate(judged):
             slots = self._slots(ctx, row, done[row] if sizes else 0)
             stay = torch.ones_like(slots, dtype=torch.bool)
@@ -173,7 +174,8 @@ class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remember
             mask[row].scatter_(1, slots, stay)
         if tuple(lengths) == ctx.stored:
             return None
-        most, widest = max(map(len, judged)), max(map(sum, judged))
+        most = max(map(len, judged))
+        widest = max(map(sum, judged))
         ctx.state["judged"] = torch.tensor([sizes + [0] * (most - len(sizes)) for sizes in judged], dtype=torch.int64)
         ctx.state["scores"] = torch.stack([torch.nn.functional.pad(own, (0, widest - own.shape[1])) for own in scores])
         return pack(mask, tuple(lengths))
@@ -211,11 +213,13 @@ class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remember
 
         Returns the entries that partitions keep, their scores [H, m], and how many entries are evicted.
         """
-        done, stored = self.sinks + sum(sizes), slots.shape[1]
+        done = self.sinks + sum(sizes)
+        stored = slots.shape[1]
         new = self._new(stored, done)
         end = done + new * self.lag
         whole = [*sizes, *[self.lag] * new]
-        must, protected = None, [0] * len(whole)
+        must = None
+        protected = [0] * len(whole)
         if ctx.protected is not None:
             must = ctx.protected[row].gather(1, slots[:, self.sinks : end])
             # The same tokens are protected in all heads, and stay in all of them.
@@ -237,7 +241,8 @@ class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remember
 
     def _best(self, scores: Tensor, sizes: list[int], kept: list[int]) -> Tensor:
         """Return the best ``kept[p]`` of each partition of scores [H, m], bool [H, m]."""
-        table, places = scores, None
+        table = scores
+        places = None
         if min(sizes) < self.lag:
             real = torch.arange(self.lag) < torch.tensor(sizes)[:, None]
             places = real.flatten().nonzero()[:, 0].to(scores.device, non_blocking=True)
@@ -255,6 +260,7 @@ class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remember
     def _spread(self, part: Tensor) -> Tensor:
         own = part[:, :-1]
         reference = own if self.variant == "local" else part[:, 1:]
-        low, high = reference.amin(2, keepdim=True), reference.amax(2, keepdim=True)
+        low = reference.amin(2, keepdim=True)
+        high = reference.amax(2, keepdim=True)
         scaled = (own - low) / (high - low).clamp_min(1e-6)
         return scaled.std(-1).softmax(-1)

@@ -28,7 +28,8 @@ from kvsieve.planning.registry import register_method
 from kvsieve.planning.roles import ProbePasses, ProbingEvictor
 from kvsieve.types import LayerContext, Selection
 
-_STATE, _REAL = "lookahead", "lookahead_real"
+_STATE = "lookahead"
+_REAL = "lookahead_real"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,8 @@ class Lookahead(SnapKV, ProbingEvictor, heads="own", query_aware=True):
         drafted = ctx.state.get(_STATE)
         if drafted is None:
             return super().context_scores(ctx)
-        length, heads = ctx.keys.shape[2], ctx.keys.shape[1]
+        length = ctx.keys.shape[2]
+        heads = ctx.keys.shape[1]
         window = min(self.window, ctx.query.shape[2])
         slots = torch.arange(length, device=ctx.keys.device)
         valid = torch.ones(1, 1, length, dtype=torch.bool, device=slots.device) if ctx.valid is None else ctx.valid

@@ -45,7 +45,8 @@ class MInference(BlockPrefill, heads="own"):
         check_int(self, "last", self.last, 1)
 
     def select(self, ctx: PromptContext) -> Tensor:
-        lines, blocks = BlockLines.of(ctx, self.last), ctx.grid.key_blocks
+        lines = BlockLines.of(ctx, self.last)
+        blocks = ctx.grid.key_blocks
         vertical = topmost(lines.vertical, max(1, round(self.vertical * blocks)))
         slash = topmost(lines.slash, max(1, round(self.slash * blocks)))
         return lines.choose(vertical, slash, ctx.grid) | self.always(ctx)

@@ -105,7 +105,8 @@ class PyramidInfer(Propagator, heads="all", query_aware=True):
         return min(length, max(tail + kept, self.floor)) if kept > self.min_context else length
 
     def select(self, ctx: LayerContext) -> Selection | None:
-        offered, share = ctx.offered_counts, self.share(ctx.layer_idx, ctx.num_layers, ctx.layers)
+        offered = ctx.offered_counts
+        share = self.share(ctx.layer_idx, ctx.num_layers, ctx.layers)
         ctx.shared.setdefault("report", {}).setdefault("layer_tokens", []).append(max(offered))
         tails = [self.queries(length) for length in ctx.step.turn_lengths]
         counts = tuple(self.passed_on(length, tail, share) for length, tail in zip(offered, tails, strict=True))

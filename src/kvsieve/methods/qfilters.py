@@ -54,7 +54,8 @@ class QFilters(ScoredEvictor, heads="own", query_aware=False):
         return f"{self.recent} recent ones and one more"
 
     def scores(self, ctx: LayerContext) -> Tensor:
-        heads, dim = ctx.keys.shape[1], ctx.keys.shape[3]
+        heads = ctx.keys.shape[1]
+        dim = ctx.keys.shape[3]
         layer = self.filters[ctx.layer_idx] if len(self.filters) == ctx.num_layers else ()
         mine = layer[ctx.ranks.own(len(layer))] if len(layer) == heads * ctx.ranks.size else ()
         if [len(each) for each in mine] != [dim] * heads:

@@ -68,7 +68,8 @@ class SageKV(ScoredEvictor, heads="own", query_aware=True):
         return keep_best(self, ctx, counts)
 
     def ranks(self, ctx: LayerContext, kept: tuple[int, ...]) -> Tensor:
-        length, heads = ctx.keys.shape[2], ctx.keys.shape[1]
+        length = ctx.keys.shape[2]
+        heads = ctx.keys.shape[1]
         # From 2, increasing with position: above any mass.
         age = 2 + torch.arange(length, device=ctx.keys.device, dtype=torch.float32) / length
         start = None if ctx.step.ends_prompt else ctx.state.get("window_start")

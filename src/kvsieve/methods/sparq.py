@@ -58,10 +58,12 @@ class SparQ(BudgetReader, static_shapes=True):
         return PageRecipe(1, setting.count, self.newest, setting.channels, blend=self.mean_value)
 
     def choose(self, asked: AttentionQueries, kv_rows: KVRows, state: dict[str, Any], setting: Setting) -> Choice:
-        query, scale = asked.query, asked.scale
+        query = asked.query
+        scale = asked.scale
         table = page_table(state, 1)
         table.update(kv_rows)
-        count, groups = min(setting.count, kv_rows.size), query.shape[1]
+        count = min(setting.count, kv_rows.size)
+        groups = query.shape[1]
         if self.per_query_head:
             query = query.to(score_dtype(query.dtype))
             # Each query head's own channels [X, G, r].

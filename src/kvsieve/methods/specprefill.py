@@ -111,7 +111,8 @@ class SpecPrefill(DraftPropagator, heads="all", query_aware=True):
 
     def _by_chunks(self, row: Tensor) -> Tensor:
         """Return scores [N] with the mean of its chunk for each token, and +inf for the last ones."""
-        ranked, real = row.clone(), ~row.isneginf()
+        ranked = row.clone()
+        real = ~row.isneginf()
         parts = row[real].split(self.chunk_length)
         ranked[real] = torch.cat([part.mean().expand(len(part)) for part in parts])
         ranked[real.nonzero()[-self.keep_last :, 0]] = float("inf")

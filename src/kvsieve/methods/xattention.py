@@ -60,7 +60,8 @@ class XAttention(BlockPrefill, heads="own"):
         keys = grid.padded_keys(ctx.keys, grid.first + grid.query_blocks * grid.own - grid.key_blocks)
         # Keys in reverse order give the same products as queries would, and are fewer.
         keys = keys.unflatten(2, (-1, stride)).flip(3).flatten(3).transpose(2, 3)
-        rows, tiles = self.queries // stride, self.block // stride
+        rows = self.queries // stride
+        tiles = self.block // stride
         out = torch.zeros(batch, asked.shape[1], grid.query_blocks, grid.key_blocks, device=keys.device)
         for first in range(0, grid.query_blocks, _PART):
             last = min(first + _PART, grid.query_blocks)

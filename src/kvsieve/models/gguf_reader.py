@@ -108,7 +108,8 @@ def _write_tokenizer(fields: dict[str, Any], out: Path) -> None:
         [tokenizers.pre_tokenizers.Digits(True), tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     bpe.decoder = tokenizers.decoders.ByteLevel()
-    kinds, control = fields["tokenizer.ggml.token_type"], gguf.TokenType.CONTROL
+    kinds = fields["tokenizer.ggml.token_type"]
+    control = gguf.TokenType.CONTROL
     bpe.add_special_tokens([token for token, kind in zip(tokens, kinds, strict=True) if kind == control])
     special = _special_tokens(fields)
     PreTrainedTokenizerFast(

@@ -115,7 +115,8 @@ def _with_floor(info: MethodInfo, given: Mapping[str, Any], usual: int) -> dict[
     Raises:
         PlanError: the floor is no number of entries.
     """
-    floor, rest = given.get("floor"), {name: value for name, value in given.items() if name != "floor"}
+    floor = given.get("floor")
+    rest = {name: value for name, value in given.items() if name != "floor"}
     if floor is None and any(map(has_floor, rest.values())):
         return rest
     if floor is None:
@@ -154,7 +155,8 @@ def crossed(
     Raises:
         PlanError: there are rests, and no method evicts.
     """
-    out, kept = [], False
+    out = []
+    kept = False
     for name, given in methods:
         info = method_info(name)
         example = info.make(**info.example)

@@ -95,5 +95,6 @@ def _parts(hint: Any) -> tuple[Any, ...] | None:
 
 def inherited_fields(kind: type[Any], base: type[Any]) -> frozenset[str]:
     """Return the fields of a dataclass that it inherits from `base` without redeclaring them."""
-    own, theirs = kind.__dataclass_fields__, base.__dataclass_fields__
+    own = kind.__dataclass_fields__
+    theirs = base.__dataclass_fields__
     return frozenset(name for name, each in own.items() if each is theirs.get(name))

@@ -37,7 +37,8 @@ class ProtectedTokens:
         Returns:
             Protected entries, bool [B, H, N], and their quotas; each may be None.
         """
-        protected, quotas = _looked_up(self.protected, index, valid), None
+        protected = _looked_up(self.protected, index, valid)
+        quotas = None
         if self.segments is not None and self.counts is not None:
             segment = _looked_up(self.segments, index, valid)
             assert segment is not None
@@ -55,7 +56,8 @@ class ProtectedTokens:
             assert protected is not None
             return _part(protected, among).sum(-1).tolist()
         protected = torch.zeros_like(segments, dtype=torch.bool) if protected is None else protected
-        protected, segments = _part(_wider(protected, segments.shape[1]), among), _part(segments, among)
+        protected = _part(_wider(protected, segments.shape[1]), among)
+        segments = _part(segments, among)
         total = protected.sum(-1)
         for part, count in enumerate(counts.T, 1):
             inside = segments == part

@@ -64,7 +64,8 @@ def parse_bytes(text: str) -> int:
     known = ", ".join([*_BINARY, *_DECIMAL])
     if match is None:
         raise PlanError(f"{short(text)} is no size in bytes; write a number and one of {known}, such as '512MiB'")
-    number, unit = match[1], match[2]
+    number = match[1]
+    unit = match[2]
     if not unit and not float(number):
         return 0
     if not unit:

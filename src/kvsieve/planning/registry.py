@@ -87,7 +87,8 @@ class MethodInfo:
     @property
     def shared_options(self) -> dict[str, Any]:
         """Options of the plan's evictor and reader that the function for the plan need not list."""
-        made, taken = self.make(**self.example), inspect.signature(self.make).parameters
+        made = self.make(**self.example)
+        taken = inspect.signature(self.make).parameters
         return {name: each for name, each in shared_options(made.evict, made.read).items() if name not in taken}
 
     def of_parent(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,7 +219,8 @@ def _maker(kind: type[Any], budget: Budget | str | float | None) -> Callable[...
 
     parameters = []
     for name in names:
-        default, factory = fields[name].default, fields[name].default_factory
+        default = fields[name].default
+        factory = fields[name].default_factory
         value = default if factory is dataclasses.MISSING else factory()
         value = fixed.get(name, inspect.Parameter.empty if value is dataclasses.MISSING else value)
         parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value))

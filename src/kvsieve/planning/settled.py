@@ -33,8 +33,10 @@ def settled(plan: Plan, model: Any, tokenizer: Any) -> Plan:
     if unset is None:
         return plan
     shape = model if isinstance(model, Fingerprint) else Fingerprint.of(model)
-    info, given = method_info(unset.method), unset.given
-    before, after = plan_of(info, given), _on_model(info, given, shape, digits_per_token(tokenizer))
+    info = method_info(unset.method)
+    given = unset.given
+    before = plan_of(info, given)
+    after = _on_model(info, given, shape, digits_per_token(tokenizer))
     mine = {role: vars(plan)[role] for role in ROLES if vars(plan)[role] != vars(before)[role]}
     parts = [part for each in (plan, after) if each.filled is not None for part in each.filled.parts]
     filled = SettledParameters(tuple(parts)) if parts else None
@@ -75,7 +77,8 @@ def settled_role(role: Role, model: Any, tokenizer: Any = None) -> Plan:
     info = None if kind is None else method_of(kind)
     if kind is None or info is None or not info.adapts or info.part is not None:
         return plan
-    own, usual = vars(role), {each.name: each.default for each in dataclasses.fields(kind)}
+    own = vars(role)
+    usual = {each.name: each.default for each in dataclasses.fields(kind)}
     given = {name: own[name] for name in info.parameters if name in usual and own[name] != usual[name]}
     came = _on_model(info, given, Fingerprint.of(model), digits_per_token(tokenizer))
     inherited = inherited_fields(type(role), kind)

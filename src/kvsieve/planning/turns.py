@@ -13,7 +13,8 @@ Message = dict[str, str]
 
 _MARK = "kvsieve-mark-of-the-answer"
 # Brackets around the number of a control token that is text, from Unicode's private use area.
-_OPEN, _CLOSE = "\ue000", "\ue001"
+_OPEN = "\ue000"
+_CLOSE = "\ue001"
 
 
 def check_characters(name: str, text: str) -> None:
@@ -99,7 +100,8 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
     names = [_OPEN, *controls]
     # Only text between two control tokens of the template with a stand-in is encoded separately.
     parts = re.split(f"({_any_of(list(controls)).pattern})", text) if controls else [text]
-    ids, plain = [], ""
+    ids = []
+    plain = ""
     for place, part in enumerate(parts):
         if _OPEN not in part:
             plain += part
@@ -141,7 +143,8 @@ def plain_ids(tokenizer: Any, text: str, parse_special: bool = False) -> list[in
     hidden = text if parse_special else escaped(tokenizer, text)
     if _OPEN not in hidden or parse_special:
         return list(tokenizer(text, verbose=False)["input_ids"])
-    whole, bare = list(tokenizer("x")["input_ids"]), _ids(tokenizer, "x")
+    whole = list(tokenizer("x")["input_ids"])
+    bare = _ids(tokenizer, "x")
     at = next(at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
     return [*whole[:at], *token_ids(tokenizer, hidden), *whole[at + len(bare) :]]
 
@@ -161,13 +164,15 @@ def _as_text(tokenizer: Any, text: str, lead: str | None) -> list[int]:
     if alike and not forbidden.intersection(ids):
         return ids
     # The same for vocabularies with control tokens as plain words: split inside, no piece spells one.
-    ids, begin = [], 0
+    ids = []
+    begin = 0
     spelled = re.finditer(f"(?={_any_of(list(controls)).pattern})", text) if controls else ()
     cuts = [match.start() + 1 for match in spelled]
     for end in [*cuts, len(text)]:
         before = _ids(tokenizer, lead or "")
         ids += _ids(tokenizer, (lead or "") + text[begin:end])[len(before) :]
-        begin, lead = end, lead or next(iter(controls), None)
+        begin = end
+        lead = lead or next(iter(controls), None)
     if found := forbidden.intersection(ids):
         names = ", ".join(sorted(map(repr, tokenizer.convert_ids_to_tokens(sorted(found)))))
         raise InputError(f"a message spells {names}, which this model's tokenizer cannot write as text; leave it out")

@@ -120,7 +120,8 @@ def table(data: Table, name: str = "") -> str:
 
 def _row(data: Table, number: int) -> str:
     """Return a row of the table; a method's name spans all its budgets."""
-    row, parts = data.rows[number], []
+    row = data.rows[number]
+    parts = []
     for index, entry in enumerate(row):
         content = f"<strong>{text(entry.text)}</strong>" if entry.best else text(entry.text)
         if index >= data.names:

@@ -110,7 +110,8 @@ def budget_places(budgets: Sequence[str | None]) -> dict[str, float]:
 
 def set_budget_axis(axes: Axes, places: dict[str, float]) -> None:
     axes.set_xticks(list(places.values()), list(places))
-    first, last = min(places.values()), max(places.values())
+    first = min(places.values())
+    last = max(places.values())
     margin = 0.12 * (last - first) or 0.5
     axes.set_xlim(first - margin, last + margin)
 
@@ -125,7 +126,8 @@ def png_bytes(figure: Figure) -> bytes:
     """Return a PNG in 256 colours: a third of the size, with no visible difference."""
     from PIL import Image
 
-    drawn, buffer = io.BytesIO(), io.BytesIO()
+    drawn = io.BytesIO()
+    buffer = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=PNG_DPI)
     image = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
     image.save(buffer, format="png", optimize=True, dpi=(PNG_DPI, PNG_DPI))

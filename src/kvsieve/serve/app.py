@@ -81,7 +81,8 @@ class Service:
 
 def create_app(service: Service) -> FastAPI:
     app = _Application(title="kvsieve", version=__version__, docs_url=None, redoc_url=None)
-    metrics, limits = Metrics(service.scheduler), service.preparer.limits
+    metrics = Metrics(service.scheduler)
+    limits = service.preparer.limits
     app.state.service, app.state.metrics, app.state.bodies = service, metrics, Bodies(limits)
     app.add_middleware(Edge, most=limits.requests, hosts=service.hosts)
     if service.origins:
@@ -169,7 +170,8 @@ def _check_model(service: Service, request: CommonRequest | TokenizeRequest) -> 
 
 
 def _add_completions(app: FastAPI, service: Service, metrics: Metrics) -> None:
-    preparer, spelled = service.preparer, service.preparer.token_bytes
+    preparer = service.preparer
+    spelled = service.preparer.token_bytes
 
     def texts(orders: Sequence[Order]) -> list[str]:
         return [preparer.text(order.ids) for order in orders]
@@ -236,7 +238,8 @@ async def _whole(
     request: Request, exchange: Exchange, reply: Coroutine[Any, Any, Callable[[], dict[str, Any]]]
 ) -> Response:
     """Wait for a reply, as long as its client does."""
-    answering, leaving = asyncio.ensure_future(reply), asyncio.ensure_future(left(request.receive))
+    answering = asyncio.ensure_future(reply)
+    leaving = asyncio.ensure_future(left(request.receive))
     try:
         await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not answering.done():

@@ -22,7 +22,9 @@ _NO_NUMBER = re.compile(rb"(?<![^\s:,\[])-?(NaN|Infinity)(?![^\s,\]}])")
 _PIECE = 1 << 16
 
 # Most values of a body (a token id is one), members, lists plus objects, and levels of nesting.
-MOST_VALUES, MOST_MEMBERS, DEEPEST = 1_000_000, 50_000, 64
+MOST_VALUES = 1_000_000
+MOST_MEMBERS = 50_000
+DEEPEST = 64
 
 
 class JsonShape:
@@ -83,7 +85,8 @@ class Bodies:
         Raises:
             Failure: it is too long, too late, too much with all others, or cut off.
         """
-        got, most = bytearray(), self.limits.body_bytes
+        got = bytearray()
+        most = self.limits.body_bytes
         declared = request.headers.get("content-length", "").lstrip("0")
         too_long = Failure(413, f"the body is longer than {most} bytes; send less", code="request_too_large")
         if len(declared) > 18 or (declared.isdecimal() and int(declared) > most):

@@ -52,10 +52,8 @@ def _choices(
 async def chat_chunks(
     request: ChatRequest, order: Order, exchange: Exchange, spelled: TokenBytes
 ) -> AsyncIterator[dict[str, Any]]:
-    envelope, held = (
-        Envelope("chatcmpl", request.model, True),
-        [HeldText(order.calls) for _ in range(order.answers)],
-    )
+    envelope = Envelope("chatcmpl", request.model, True)
+    held = [HeldText(order.calls) for _ in range(order.answers)]
     wanted = request.stream_options is not None and request.stream_options.include_usage
     none = {"usage": None} if wanted else {}
     for number in range(order.answers):
@@ -86,12 +84,17 @@ class HeldText:
         if self._form is not None and not part.finish:
             at = self._text.find(MARK) if self._form.marked else -1
             if at > 0 and self._text[:at].strip():
-                said, self._text, self._begun = self._text[:at], self._text[at:], True
+                said = self._text[:at]
+                self._text = self._text[at:]
+                self._begun = True
                 return [({"content": said}, [], None)]
             ends = self._form.marked and _ends_like_mark(self._text)
             if at >= 0 or ends or (not self._begun and self._form.may_begin(self._text)):
                 return []
-        text, tokens, self._text, self._tokens = self._text, self._tokens, "", []
+        text = self._text
+        tokens = self._tokens
+        self._text = ""
+        self._tokens = []
         self._begun = True
         out: list[tuple[dict[str, Any], list[ChosenToken], str | None]] = []
         finish = part.finish
@@ -99,7 +102,8 @@ class HeldText:
             text, calls = split_calls(text, self._form)
             if calls:
                 listed = [{"index": number, **call} for number, call in enumerate(calls)]
-                out, finish = [({"tool_calls": listed}, [], None)], "tool_calls"
+                out = [({"tool_calls": listed}, [], None)]
+                finish = "tool_calls"
         if text or tokens:
             out.insert(0, ({"content": text}, tokens, None))
         return [*out, ({}, [], finish)] if finish else out

@@ -32,7 +32,8 @@ async def completion_reply(
 async def completion_chunks(
     request: CompletionRequest, orders: Sequence[Order], exchange: Exchange, spelled: TokenBytes
 ) -> AsyncIterator[dict[str, Any]]:
-    envelope, each = Envelope("cmpl", request.model, True), orders[0].answers
+    envelope = Envelope("cmpl", request.model, True)
+    each = orders[0].answers
     wanted = request.stream_options is not None and request.stream_options.include_usage
     none = {"usage": None} if wanted else {}
     for at, echo in enumerate(order.echo for order in orders for _ in range(each)):

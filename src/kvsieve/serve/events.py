@@ -35,7 +35,8 @@ class EventStream(StreamingResponse):
             await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        leaving, item = asyncio.ensure_future(left(receive)), None
+        leaving = asyncio.ensure_future(left(receive))
+        item = None
         try:
             while True:
                 item = asyncio.ensure_future(anext(self._data, None))

@@ -16,7 +16,8 @@ from kvsieve.errors import InputError, KvsieveError, PlanError, UnsupportedModel
 from kvsieve.serve.ticket import BusyError, ClosingError, StoppedError, TooLargeError
 
 # Most characters of a message and of a parameter's name, which clients can make long.
-_MESSAGE, _PARAM = 1000, 200
+_MESSAGE = 1000
+_PARAM = 200
 # Characters of a refused value beyond which it is not repeated.
 _SHORT = 40
 
@@ -37,7 +38,9 @@ class Failure(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(_cut(message, _MESSAGE))
-        self.status, self.code, self.retry = status, code, retry
+        self.status = status
+        self.code = code
+        self.retry = retry
         self.param = None if param is None else _cut(param, _PARAM)
         self._headers = headers or {}
 

@@ -16,7 +16,8 @@ from kvsieve.serve.events import left
 from kvsieve.serve.failures import Failure
 
 # Seconds for a client to send the rest of an ignored body before the answer, and for its pauses.
-_LONGEST, _PAUSE = 10.0, 2.0
+_LONGEST = 10.0
+_PAUSE = 2.0
 _ALWAYS = ("/health", "/metrics")
 
 
@@ -30,7 +31,8 @@ class Edge:
     """
 
     def __init__(self, app: ASGIApp, most: int, hosts: Sequence[str] = ()) -> None:
-        self.app, self.most = app, most
+        self.app = app
+        self.most = most
         self.hosts = {host_name(each) for each in hosts}
         self._running = 0
 
@@ -78,7 +80,8 @@ class _Upload:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        self._receive, self._send = receive, send
+        self._receive = receive
+        self._send = send
         self._open = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
         # Such a client waits for 100-continue before sending, and does not get it for an ignored body.
         self._asks = headers.get("expect", "").lower() == "100-continue"

@@ -51,7 +51,8 @@ class Metrics(Collector):
         self._whole.observe(summary.seconds)
 
     def collect(self) -> Iterator[Metric]:
-        counts, state = self.scheduler.counts, self.scheduler.state()
+        counts = self.scheduler.counts
+        state = self.scheduler.state()
         for name, text in _COUNTS.items():
             yield CounterMetricFamily(f"kvsieve_{name}", text, value=counts[name])
         for name, text in _GAUGES.items():

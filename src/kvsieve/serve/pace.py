@@ -40,12 +40,16 @@ class ReadingPace:
     def __init__(
         self, gap: float, clock: Callable[[], float] = time.perf_counter, finish: Callable[[], None] | None = None
     ) -> None:
-        self.gap, self._clock, self._finish = gap, clock, finish
+        self.gap = gap
+        self._clock = clock
+        self._finish = finish
         self._passes: deque[float] = deque(maxlen=_PASSES)
         self._until: float | None = None
         self._at = self._longest = 0.0
         self._alone: Callable[[], bool] | None = None
-        self._per_chunk, self._joined, self._pass_began = math.inf, 0, 0.0
+        self._per_chunk = math.inf
+        self._joined = 0
+        self._pass_began = 0.0
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
@@ -60,7 +64,8 @@ class ReadingPace:
             waits: answers wait for their next token meanwhile.
             alone: returns whether there is no other request; None if there is one already.
         """
-        self._at, self._alone = self._clock(), None if waits else alone
+        self._at = self._clock()
+        self._alone = None if waits else alone
         limited = waits and self._passes and self.gap != math.inf
         self._until = self._at + (self.gap - 1) * statistics.median(self._passes) if limited else None
 

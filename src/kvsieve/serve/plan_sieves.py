@@ -21,7 +21,8 @@ class PlanSieves:
     """
 
     def __init__(self, sieve: Sieve, most: int = 64) -> None:
-        self._sieve, self._most = sieve, most
+        self._sieve = sieve
+        self._most = most
         self._known: OrderedDict[Hashable, Sieve] = OrderedDict()
 
     def __len__(self) -> int:

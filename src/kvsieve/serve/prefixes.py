@@ -63,7 +63,8 @@ class ServerPrefixes(Prefixes):
     """
 
     def __init__(self, store: PrefixStore, share: bool) -> None:
-        self.store, self.share = store, share
+        self.store = store
+        self.share = share
 
     def why_not(self, sieve: Sieve, order: Order) -> str | None:
         return unserved(sieve, vars(order.constraints))
@@ -74,7 +75,9 @@ class ServerPrefixes(Prefixes):
         return self._of(order).find(sieve, order.ids, chunk)
 
     def at_border(self, reading: PromptReader, left: int) -> None:
-        plan, cache, chunk = reading.sieve.plan, reading.cache, reading.chunk
+        plan = reading.sieve.plan
+        cache = reading.cache
+        chunk = reading.chunk
         # The whole prompt is stored before it is answered, and serves shorter ones where nothing has been dropped.
         last = left <= chunk and (cache.forgets or acts_at_end(plan))
         if self._of(reading.ticket.order).is_border(plan, cache, chunk, last):
@@ -88,7 +91,8 @@ class ServerPrefixes(Prefixes):
         self._put(reading, (*reading.ticket.order.ids, *answer.tokens))
 
     def _put(self, reading: PromptReader, ids: tuple[int, ...]) -> None:
-        order, sieve = reading.ticket.order, reading.sieve
+        order = reading.ticket.order
+        sieve = reading.sieve
         if self.why_not(sieve, order) is not None:
             return
         try:

@@ -25,7 +25,9 @@ from kvsieve.serve.tools import form_of
 # Temperatures below which only the likeliest token has a probability above 0, and logits overflow float32.
 _COLD = 1e-4
 # Context that bounds texts for models without a limit, most characters per token, and characters tokenized at a time.
-_ENDLESS, _CHARACTERS, _PIECE = 1 << 18, 16, 1 << 14
+_ENDLESS = 1 << 18
+_CHARACTERS = 16
+_PIECE = 1 << 14
 
 # Attributes of a checkpoint's generation_config that generate supports and the server does not, with their neutral
 # values.
@@ -54,7 +56,9 @@ class Preparer:
         self, model: Any, tokenizer: Any, plans: AllowedPlans, limits: ServerLimits, context: int | None = None
     ) -> None:
         # Tokenizing briefly changes settings of the tokenizer, so decoding uses a copy without a lock.
-        self.tokenizer, self.plans, self.limits = copy.deepcopy(tokenizer), plans, limits
+        self.tokenizer = copy.deepcopy(tokenizer)
+        self.plans = plans
+        self.limits = limits
         self.token_bytes, self._text_of = token_bytes(tokenizer), partial(text_of, tokenizer)
         config = model.generation_config
         check_generation_config(model)
@@ -168,7 +172,8 @@ class Preparer:
     def _order(
         self, request: CommonRequest, ids: list[int], owner: str, logprobs: int | None, most: int | None
     ) -> Order:
-        limits, kv = self.limits, request.kv
+        limits = self.limits
+        kv = request.kv
         wanted = most or request.max_tokens or min(self._default or limits.max_tokens, limits.max_tokens)
         if wanted > limits.max_tokens:
             raise InputError(f"max_tokens: at most {limits.max_tokens} here, got {wanted}")

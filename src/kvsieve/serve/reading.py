@@ -55,13 +55,16 @@ class PromptReader:
             pace: decides when to pause.
             border: called between two passes with the number of tokens left.
         """
-        self.ticket, self.sieve, self.cache = ticket, sieve, cache
+        self.ticket = ticket
+        self.sieve = sieve
+        self.cache = cache
         self.cached = self.done = cache.conversation.caller_length_and_mask()[0]
         self.logits: Tensor | None = None
         self.seconds = 0.0
         self.notes: list[str] = []
         self._began = 0.0
-        self.chunk, self._border = chunk, border
+        self.chunk = chunk
+        self._border = border
         self.together: Callable[[], int] | None = None
         self._run = Coroutine(self._read, pace)
 
@@ -79,7 +82,9 @@ class PromptReader:
                 self._run.throw(GreenletExit)
 
     def _read(self) -> None:
-        order, sieve, cache = self.ticket.order, self.sieve, self.cache
+        order = self.ticket.order
+        sieve = self.sieve
+        cache = self.cache
         self._began = time.perf_counter()
         self._report()
         ids = torch.tensor([order.ids], device=sieve.model.device)
@@ -95,7 +100,8 @@ class PromptReader:
             left, mask = read_prompt(sieve, ids, torch.ones_like(ids), cache, options)
             result = sieve.feed(cache, left[:, cache.num_seen :], mask, logits=1)
         assert result.logits is not None
-        self.logits, self.done = result.logits[0, -1].cpu(), len(order.ids)
+        self.logits = result.logits[0, -1].cpu()
+        self.done = len(order.ids)
 
     def _pause(self, done: int, total: int) -> None:
         self.done = self.cached + done

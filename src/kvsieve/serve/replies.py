@@ -41,7 +41,8 @@ class Envelope:
 
 
 def usage(summaries: Sequence[Summary]) -> dict[str, Any]:
-    prompt, made = (sum(each.prompt_tokens for each in summaries), sum(each.new_tokens for each in summaries))
+    prompt = sum(each.prompt_tokens for each in summaries)
+    made = sum(each.new_tokens for each in summaries)
     first = summaries[0]
     out: dict[str, Any] = {
         "prompt_tokens": prompt,

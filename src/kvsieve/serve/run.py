@@ -154,7 +154,8 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None], leaving: Callable[[], None]) -> None:
         super().__init__(config)
-        self._ready, self._leaving = ready, leaving
+        self._ready = ready
+        self._leaving = leaving
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

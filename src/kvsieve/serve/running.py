@@ -33,14 +33,17 @@ class Running:
     """
 
     def __init__(self, ticket: Ticket, reading: PromptReader, logits: Tensor, tokenizer: Any) -> None:
-        self.ticket, self.reading = ticket, reading
-        order, cache = ticket.order, reading.cache
+        self.ticket = ticket
+        self.reading = reading
+        order = ticket.order
+        cache = reading.cache
         self.kept: tuple[float, ...] = ()
         if order.bins:
             kept = kept_of(cache, torch.tensor([order.ids])).map(order.bins)
             self.kept = tuple(round(each, 4) for each in kept.mean(0).tolist())
         caches = [cache, *(cache.fork() for _ in range(order.answers - 1))]
-        ids, ends = torch.tensor(order.ids), frozenset[int]() if order.ignore_eos else order.stop_ids
+        ids = torch.tensor(order.ids)
+        ends = frozenset[int]() if order.ignore_eos else order.stop_ids
         self.rows: list[Rows] = []
         for number, own in enumerate(caches):
             processors = processors_for(reading.sieve.model, ids, order.sampling, order.max_tokens, ends)
@@ -60,7 +63,8 @@ class Running:
 
     def _logits_again(self, rows: Rows) -> Tensor:
         """Prefill the prompt and the answer so far again; return logits [1, V]."""
-        order, tokens = self.ticket.order, rows.answers[0].tokens
+        order = self.ticket.order
+        tokens = rows.answers[0].tokens
         ids = torch.tensor([[*order.ids, *tokens]])
         options = ReadOptions(self.reading.chunk, order.max_tokens, constraints=order.constraints)
         return logits_at_border(self.reading.sieve, ids, rows.cache, options, len(tokens))
@@ -75,7 +79,9 @@ class Running:
                 answer.cut()
 
     def summary(self) -> Summary:
-        ticket, first, now = self.ticket, self.answers[0], time.perf_counter()
+        ticket = self.ticket
+        first = self.answers[0]
+        now = time.perf_counter()
         stats = stats_of(self.reading.sieve, self.reading.cache, first.times, ticket.came, None)
         return Summary(
             prompt_tokens=len(ticket.order.ids),

@@ -44,7 +44,8 @@ class Scheduler:
     """
 
     def __init__(self, sieve: Sieve, tokenizer: Any, limits: ServerLimits, prefixes: Prefixes | None = None) -> None:
-        self.sieve, self.limits = sieve, limits
+        self.sieve = sieve
+        self.limits = limits
         self.prefixes = Prefixes() if prefixes is None else prefixes
         self._under = PlanSieves(sieve)
         self._work = Workload(self._under, sieve, tokenizer, limits, self.prefixes, lambda: not len(self._queue))
@@ -102,7 +103,8 @@ class Scheduler:
         if context is not None and len(order.ids) + order.max_tokens > context:
             order = replace(order, max_tokens=context - len(order.ids))
         ticket = Ticket(order, tell, self._wake)
-        needed, most = self._work.needs(order), self.limits.kv_bytes
+        needed = self._work.needs(order)
+        most = self.limits.kv_bytes
         if most is not None and needed > most:
             raise TooLargeError(
                 f"{len(order.ids)} tokens and {order.answers} answers of up to {order.max_tokens} need {needed:,} "
@@ -200,7 +202,8 @@ class Scheduler:
 
     def _let_go(self) -> None:
         """Drop cancelled requests, and those out of time."""
-        now, late = time.perf_counter(), self._late()
+        now = time.perf_counter()
+        late = self._late()
 
         def over(ticket: Ticket) -> bool:
             return late or now - ticket.came > self.limits.seconds

@@ -15,7 +15,8 @@ from kvsieve.planning.forms import CallArguments
 from kvsieve.planning.turns import render
 
 # Hermes' and Qwen's way.
-MARK, _END = "<tool_call>", "</tool_call>"
+MARK = "<tool_call>"
+_END = "</tool_call>"
 _NAME = "kvsieve_probe"
 # Llama 3's way: only the object.
 _BARE = re.compile(rf'(?<!\[)\s*\{{\s*"name"\s*:\s*"{_NAME}"\s*,\s*"(?:arguments|parameters)"\s*:\s*\{{\s*\}}')
@@ -97,7 +98,8 @@ def _marked(text: str) -> Iterator[str | dict[str, Any]]:
             _, size = json.JSONDecoder().raw_decode(inside)
             found = _object(inside[:size])
         except (ValueError, RecursionError):
-            size, found = 0, None
+            size = 0
+            found = None
         behind = inside[size:].lstrip()
         if found is None or (behind and not behind.startswith(_END)):
             yield MARK

@@ -45,7 +45,11 @@ class Workload:
         nobody_waits: Callable[[], bool] = lambda: True,
     ) -> None:
         """Start idle. nobody_waits: returns whether the queue is empty."""
-        self.under, self.sieve, self.tokenizer, self.limits, self.prefixes = under, sieve, tokenizer, limits, prefixes
+        self.under = under
+        self.sieve = sieve
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self.prefixes = prefixes
         self._nobody_waits = nobody_waits
         self.counts: collections.Counter[str] = collections.Counter()
         self.bytes = KVBytes(sieve.model)
@@ -123,7 +127,8 @@ class Workload:
 
     def fail_all(self, error: Exception) -> int:
         """End all current requests with an error; return their number."""
-        reading, running = list(self._reading), list(self._running)
+        reading = list(self._reading)
+        running = list(self._running)
         self._reading.clear()
         self._running.clear()
         for each in reading:
@@ -172,7 +177,8 @@ class Workload:
         return self._rows_alone
 
     def _answer(self, reading: PromptReader) -> None:
-        ticket, logits = reading.ticket, reading.logits
+        ticket = reading.ticket
+        logits = reading.logits
         assert logits is not None
         order = ticket.order
         self.counts["prompt_tokens"] += len(order.ids)

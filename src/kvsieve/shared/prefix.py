@@ -113,7 +113,8 @@ class PrefixNodes:
             context: int64 [1, N].
             leave: last tokens that do not belong to the beginning.
         """
-        ids, prefix = context[0].tolist(), None
+        ids = context[0].tolist()
+        prefix = None
         waiting: dict[int, list[DeferredChunk]] = {}
         learned: dict[tuple[int, Evictor], dict[str, Any]] = {}
         for reader in self._readers(model, plans):
@@ -121,7 +122,8 @@ class PrefixNodes:
             if found is None or ((waiting or learned) and found.cache.num_seen < len(ids) - leave):
                 # Parts of different lengths do not make one beginning.
                 return None
-            cache, source = found.cache, source_layer(reader, reader.plan.propagate)
+            cache = found.cache
+            source = source_layer(reader, reader.plan.propagate)
             ids = ids[: cache.num_seen + leave]
             if source is not None:
                 waiting[source] = list(cache.turn.deferred)
@@ -174,7 +176,8 @@ def read_prefix(
         progress: called with (tokens read, tokens in all).
         stored: prefix store that the beginning is taken from and put into.
     """
-    began, length = time.perf_counter(), context.shape[1] - leave
+    began = time.perf_counter()
+    length = context.shape[1] - leave
     evictors = _observers(plans)
     hidden = any("hidden" in each.traits.needs for each in evictors)
     recorder = LayerRecorder(0, evictors)
@@ -186,7 +189,8 @@ def read_prefix(
         if cache.has_state and not sieve.continues:
             return None
         known = known or SharedPrefix(cache, {source: [] for source in sources}, recorder.learned)
-        waiting, recorder.learned = known.waiting, known.learned
+        waiting = known.waiting
+        recorder.learned = known.learned
         request = dataclasses.replace(
             BEGINNING,
             on_layer=recorder.on_layer if evictors else None,

@@ -126,7 +126,8 @@ def read_shared(
     known = tuple(dict.fromkeys(each for each in evictors if each is not None))
     # Messages speak of those that look back furthest.
     name = " and ".join(dict.fromkeys(type(each).__name__ for each in known if each.window == window))
-    recorder, plan = LayerRecorder(window, known), Plan(propagate=propagate, name=name or "shared")
+    recorder = LayerRecorder(window, known)
+    plan = Plan(propagate=propagate, name=name or "shared")
     for each in known:
         check_model(model, Plan(evict=each))
     options = options or ReadOptions()

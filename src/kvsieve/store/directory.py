@@ -30,7 +30,8 @@ class Directory:
     """Files of nodes, each a saved cache. A writing process holds the directory's lock."""
 
     def __init__(self, path: str | os.PathLike[str], read_only: bool) -> None:
-        self.path, self.read_only = Path(path), read_only
+        self.path = Path(path)
+        self.read_only = read_only
         self.damaged = 0
         self._lock: BinaryIO | None = None
         if not os.fspath(path):
@@ -96,7 +97,8 @@ class Directory:
             with opened(path) as (header, file), understood(path):
                 ids = file.get_tensor(header["ids"]["tensor"])[0].numpy().astype(np.int64)
                 stored = header["extra"]["store"]
-                identity, reuse = Identity.of(header), reuse_from(stored["reuse"])
+                identity = Identity.of(header)
+                reuse = reuse_from(stored["reuse"])
                 node = Node(path.stem, identity, stored["owner"], ids, reuse, stored["seconds"], stored["pinned"])
                 node.path, node.file_bytes = path, path.stat().st_size
                 if len(ids) != reuse.tokens or path.stem != name_of(node):

@@ -92,10 +92,12 @@ class Forest:
 
     def saves(self, node: Node) -> float:
         """Return the seconds that a node saves in addition to the other nodes."""
-        seconds, tokens = 0.0, 0
+        seconds = 0.0
+        tokens = 0
         for other, common in self.along(node):
             takes = common if common == other.reuse.tokens else min(common, other.reuse.cut)
             if tokens < takes < node.reuse.tokens:
-                seconds, tokens = other.seconds * takes / other.reuse.tokens, takes
+                seconds = other.seconds * takes / other.reuse.tokens
+                tokens = takes
         # Without a measured time, the number of tokens is used.
         return max(node.seconds - seconds, 0.0) + 1e-6 * (node.reuse.tokens - tokens)

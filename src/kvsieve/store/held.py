@@ -127,7 +127,8 @@ def split(facts: dict[str, Any], tensors: dict[str, Tensor], seen: int) -> dict[
     """Move the entries of layers with all tokens out of `tensors`, drop their indices, and return the entries."""
     entries = {}
     for layer in facts["layers"]:
-        keys, index = layer.get("keys"), layer.get("index")
+        keys = layer.get("keys")
+        index = layer.get("index")
         if keys is None or "window" in layer or len(keys["shape"]) != 4 or layer["valid"] is not None:
             continue
         if keys["shape"][2] != seen or layer["lengths"] != {"tuple": [seen]}:
@@ -199,7 +200,8 @@ def beginning(held: Held, model: AttachedModel, tokens: int, finished: bool) -> 
     turn = Turn(prompt_end=tokens, reading=not finished)
     conversation = Conversation(tokens, 1, turn=turn)
     if finished:
-        conversation.prompt_lengths, conversation.acted = (tokens,), ((0, tokens),)
+        conversation.prompt_lengths = (tokens,)
+        conversation.acted = ((0, tokens),)
         turn.record.prompt_tokens = tokens
     layers = []
     for layer in held.facts["layers"]:

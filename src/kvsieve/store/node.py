@@ -101,7 +101,8 @@ class Node:
 
     def info(self, memory_bytes: int) -> NodeInfo:
         """Return its NodeInfo. memory_bytes: bytes freed by removing it."""
-        model, plan = self.identity.header["model"], self.identity.header["plan"]
+        model = self.identity.header["model"]
+        plan = self.identity.header["plan"]
         size = self.file_bytes if self.path is not None else 0
         return NodeInfo(
             self.key,

@@ -173,7 +173,8 @@ class PrefixStore:
                 self._counts["refused"] += 1
             return None
         reuse = reuse_of(sieve, cache, turns, length=len(ids), chunk=chunk)
-        ids, identity = ids[:seen].copy(), self._identities.of(sieve)
+        ids = ids[:seen].copy()
+        identity = self._identities.of(sieve)
         with self._lock:
             node = Node("", identity, owner, ids, reuse, max(float(seconds), 0.0), pin)
             node.key = name_of(node)

@@ -51,13 +51,15 @@ class RadixTree(Generic[Entry]):
 
     def add(self, tokens: Tokens, entry: Entry) -> None:
         """Insert an entry at the end of int64 [N] tokens."""
-        junction, at = self._root, 0
+        junction = self._root
+        at = 0
         while at < len(tokens):
             below = junction.below.get(int(tokens[at]))
             if below is None:
                 below = _Junction(tokens[at:].copy())
                 junction.below[int(tokens[at])] = below
-                junction, at = below, len(tokens)
+                junction = below
+                at = len(tokens)
                 continue
             same = common(below.edge, tokens[at:])
             if same < len(below.edge):
@@ -66,13 +68,15 @@ class RadixTree(Generic[Entry]):
                 junction.below[int(tokens[at])] = upper
                 below.edge = below.edge[same:].copy()
                 below = upper
-            junction, at = below, at + same
+            junction = below
+            at = at + same
         junction.entries.append(entry)
 
     def remove(self, tokens: Tokens, entry: Entry) -> None:
         """Remove an entry at the end of int64 [N] tokens."""
         above: list[_Junction[Entry]] = []
-        junction, at = self._root, 0
+        junction = self._root
+        at = 0
         while at < len(tokens):
             above.append(junction)
             junction = junction.below[int(tokens[at])]
@@ -107,7 +111,8 @@ class RadixTree(Generic[Entry]):
 
     def prefixes(self, tokens: Tokens) -> Iterator[tuple[Entry, int]]:
         """Yield entries that are prefixes of int64 [N] `tokens`, with their lengths, longest first."""
-        path, start = self._path(tokens), 0
+        path = self._path(tokens)
+        start = 0
         ends = []
         for junction, depth in path:
             if depth - start == len(junction.edge):
@@ -119,7 +124,8 @@ class RadixTree(Generic[Entry]):
     def _path(self, tokens: Tokens) -> list[tuple[_Junction[Entry], int]]:
         """Return the junctions on the path of int64 [N] tokens, each with the tokens matched so far."""
         path: list[tuple[_Junction[Entry], int]] = []
-        junction, at = self._root, 0
+        junction = self._root
+        at = 0
         while at < len(tokens) and (below := junction.below.get(int(tokens[at]))) is not None:
             same = common(below.edge, tokens[at:])
             at += same

@@ -26,7 +26,8 @@ class Replacement:
             saves: seconds that a node saves.
             size: bytes freed by removing it.
         """
-        self._saves, self._size = saves, size
+        self._saves = saves
+        self._size = size
         self._level, self._numbers = 0.0, itertools.count()
         self._since: dict[Node, float] = {}
         self._changed: dict[Node, None] = {}

@@ -162,9 +162,14 @@ def reuse_of(
         length: known tokens of the conversation, including an answer's unprocessed last one.
         chunk: tokens per prefill chunk; None for whole prompts.
     """
-    conversation, plan, seen = cache.conversation, model.plan, cache.num_seen
-    half, first = conversation.half_read, conversation.half_read and cache.turn.number == 0
-    acts, plain, ends = acts_at_end(plan), is_plain(cache), tuple(end for _, end in conversation.acted)
+    conversation = cache.conversation
+    plan = model.plan
+    seen = cache.num_seen
+    half = conversation.half_read
+    first = conversation.half_read and cache.turn.number == 0
+    acts = acts_at_end(plan)
+    plain = is_plain(cache)
+    ends = tuple(end for _, end in conversation.acted)
     last = conversation.prompt_lengths[0] if conversation.prompt_lengths else 0
     answered = bool(last) and (cache.turn.start if half else max(seen, min(length, seen + 1))) > last
     # Unknown in files of earlier versions.
@@ -189,7 +194,8 @@ def reuse_of(
 
 def _as_prompts(plan: Plan, cache: SieveCache) -> bool:
     """Return True if prefilling everything as prompts that end where the plan acted would leave the same content."""
-    apart, before = tells_answers_apart(plan), 0
+    apart = tells_answers_apart(plan)
+    before = 0
     for start, end in cache.conversation.acted:
         # Tokens between are an answer's, or of a prompt with reduce=False.
         if start > before and (apart or end - start < min(plan.queries(end - before), end - before)):

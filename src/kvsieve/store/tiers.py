@@ -31,7 +31,9 @@ class Tiers:
         self, path: str | os.PathLike[str] | None, memory: int, disk: int | None, read_only: bool, lock: threading.RLock
     ) -> None:
         """See PrefixStore. lock: the store's."""
-        self._memory, self._disk, self._lock = memory, disk, lock
+        self._memory = memory
+        self._disk = disk
+        self._lock = lock
         self._trees = Forest()
         self._nodes: dict[str, Node] = {}
         self._ledger, self._counts = Ledger(), Counter[str]()
@@ -262,7 +264,8 @@ class Tiers:
                 self._directory.delete(path)
                 return
             self._file_bytes += file_bytes - (0 if node.path is None else node.file_bytes)
-            node.path, node.file_bytes = path, file_bytes
+            node.path = path
+            node.file_bytes = file_bytes
             for other in node.replaces:
                 if other.path is not None:
                     self._directory.delete(other.path)

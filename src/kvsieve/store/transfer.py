@@ -59,7 +59,9 @@ def read_nodes(path: str | os.PathLike[str]) -> Iterator[Node]:
                 if node is None or held is None:
                     raise CacheFileError(f"{os.fspath(path)!r} holds a damaged node, {name}; use another copy")
                 place.unlink()
-                node.held, node.path, node.file_bytes = held.own(), None, 0
+                node.held = held.own()
+                node.path = None
+                node.file_bytes = 0
                 yield node
     except (OSError, tarfile.TarError) as error:
         raise CacheFileError(f"{os.fspath(path)!r} cannot be read as an exported store: {error}") from error

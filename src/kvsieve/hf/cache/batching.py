@@ -30,7 +30,8 @@ def can_stack(caches: Sequence[SieveCache]) -> bool:
 def _alike(mine: CacheLayer, theirs: CacheLayer) -> bool:
     if mine.is_latent or mine.view is not None:
         return False
-    ours, others = mine.memory, theirs.memory
+    ours = mine.memory
+    others = theirs.memory
     if ours is None or others is None:
         return True
     return not any(one.is_empty or one.is_encoded for one in (ours, others)) and ours.heads == others.heads

@@ -261,7 +261,9 @@ class SieveCache(Forked, Cache):
     def become(self, other: SieveCache) -> None:
         """Take over the content of another cache of the same plan and model, which is used up."""
         self.touch()
-        self.owner, self.conversation, self.status = other.owner, other.conversation, other.status
+        self.owner = other.owner
+        self.conversation = other.conversation
+        self.status = other.status
         self.layers = other.layers
 
     def entries(self) -> list[int]:

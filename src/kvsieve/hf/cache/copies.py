@@ -46,7 +46,8 @@ class _Refusal:
 @contextlib.contextmanager
 def uncopied(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Refuse to pickle or deepcopy these modules within the block."""
-    held, names = [vars(module) for module in modules], ("__reduce_ex__", "__deepcopy__")
+    held = [vars(module) for module in modules]
+    names = ("__reduce_ex__", "__deepcopy__")
     refusal = _Refusal()
     try:
         for each in held:

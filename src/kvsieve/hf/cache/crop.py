@@ -41,7 +41,8 @@ def take_back(plan: Plan, conversation: Conversation, layers: Sequence[CacheLaye
         InputError: so many were not fed.
         UnsupportedOptionError: more was done.
     """
-    turn, start = conversation.turn, conversation.num_seen - count
+    turn = conversation.turn
+    start = conversation.num_seen - count
     if start < 0:
         raise InputError(f"{count} columns are to be taken back, and {conversation.num_seen} were fed")
     prompt = max(count - turn.decoded, 0)

@@ -17,7 +17,8 @@ _CALLS: dict[int, tuple[int, object]] = {}
 @contextlib.contextmanager
 def _alone(cache: SieveCache) -> Iterator[None]:
     """Let calls of one thread at a time use a cache. Raises CacheStateError where another thread's does."""
-    number, call = id(cache), (threading.get_ident(), object())
+    number = id(cache)
+    call = (threading.get_ident(), object())
     # Twice, because an interrupt may come within what is done at the end.
     try:
         try:
@@ -58,10 +59,12 @@ def undone_on_failure(cache: Any) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            conversation, status = cache.conversation, cache.status
+            conversation = cache.conversation
+            status = cache.status
             cache.status = "broken"
             if status == "ready" and (conversation.num_seen, conversation.batch) == (before.num_seen, before.batch):
-                cache.conversation, cache.status = before, "ready"
+                cache.conversation = before
+                cache.status = "ready"
             elif cache.owner.plan.shortens_prompt:
                 # Every turn of such a plan reads the whole conversation into an empty cache.
                 cache.reset()

@@ -88,7 +88,8 @@ class StoreLayer(CacheLayerMixin, AnyLayer):
 
     def take_staged(self, who: str) -> tuple[Tensor, Tensor]:
         """Hand over what `update` staged for the attention of `who`."""
-        staged, self.staged = self.staged, None
+        staged = self.staged
+        self.staged = None
         if staged is None:
             raise CacheStateError(f"{who} attends without having stored keys and values through the cache")
         return staged
@@ -232,7 +233,8 @@ class WindowLayer(StoreLayer):
             self.drop_unseen(at_once=True)
 
     def drop_unseen(self, *, at_once: bool) -> None:
-        store, span = cast(DenseStore, self.store), self.window.span
+        store = cast(DenseStore, self.store)
+        span = self.window.span
         if store.size < span or (not at_once and store.size < span + self.room):
             return
         if store.valid is None and not self.holes and not self.window.chunked:

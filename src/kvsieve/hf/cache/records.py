@@ -116,6 +116,13 @@ class Turn:
     drafted: Tensor | None = None
     record: TurnRecord = field(default_factory=TurnRecord)
 
+    def resume(self, prompt_end: int, new_tokens: int, acts: bool) -> None:
+        """Continue a prompt whose beginning was prefilled before."""
+        self.prompt_end = prompt_end
+        self.new_tokens = new_tokens
+        self.acts = acts
+        self.record.reduced = acts
+
     def check_beams(self) -> None:
         """Raise CacheStateError for a turn answered by a beam search, whose rows are not the returned sequences."""
         if self.reordered:
@@ -207,7 +214,8 @@ class Conversation:
 
     def begin_question(self, tokens: int) -> None:
         """Let the next pass go on with the turn's prompt, whose last `tokens` the plan leaves whole."""
-        self.turn.reading, self.turn.acts = True, False
+        self.turn.reading = True
+        self.turn.acts = False
         self.turn.record.question = tokens
 
     def take_back(self, start: int, counts: Sequence[int], device: torch.device) -> None:
@@ -218,7 +226,8 @@ class Conversation:
             counts: tokens of the pass that each row keeps.
             device: of a mask that is made.
         """
-        most, mask = max(counts), self.mask
+        most = max(counts)
+        mask = self.mask
         if mask is None and min(counts) == most:
             return
         if mask is None:

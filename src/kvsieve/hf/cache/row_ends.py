@@ -51,13 +51,15 @@ class RowEnds:
 
     def begin_turn(self, ids: Tensor, seen: int) -> RowEnds:
         """Return what holds for a turn that reads ids [B, N] behind `seen` columns: last tokens are read with it."""
-        hidden, last = self.hidden, self.hidden.shape[1] - 1
+        hidden = self.hidden
+        last = self.hidden.shape[1] - 1
         if last != seen or not bool(hidden[:, last].any()):
             return self
         rows = hidden[:, last].nonzero()[:, 0]
         padding = hidden[rows].flip(1).cumprod(1).sum(1)
         end = last - padding
-        hidden, moved = hidden.clone(), self.moved.clone()
+        hidden = hidden.clone()
+        moved = self.moved.clone()
         hidden[rows, end], hidden[rows, last] = True, False
         moved[rows, last] = ids.to(moved.device)[rows, end]
         return dataclasses.replace(self, hidden=hidden, moved=moved)

@@ -53,14 +53,18 @@ class Chat(Forked):
         **options: Any,
     ) -> None:
         """See Sieve.chat."""
-        max_context, self._retries = options.pop("max_context", None), options.pop("retry", False)
+        max_context = options.pop("max_context", None)
+        self._retries = options.pop("retry", False)
         if system is not None:
             check_text("system", system)
-        self.sieve, self.tokenizer = sieve, tokenizer
+        self.sieve = sieve
+        self.tokenizer = tokenizer
         self.options: dict[str, Any] = {**options, "max_new_tokens": max_new_tokens, "chunk": chunk}
         check_chat_options(self.options, sieve.model)
-        self._maker, self._store = TurnMaker(sieve, tokenizer, store, self.options, max_context), store
-        self._cache, start = sieve.new_cache(), () if system is None else ({"role": "system", "content": system},)
+        self._maker = TurnMaker(sieve, tokenizer, store, self.options, max_context)
+        self._store = store
+        self._cache = sieve.new_cache()
+        start = () if system is None else ({"role": "system", "content": system},)
         ids = torch.zeros(1, 0, dtype=torch.int64, device=sieve.model.device)
         self._state = ChatState(Transcript(ids, start), self._cache.snapshot())
         # The cache agrees with `_state` where it is `_at` it, and else is put right.
@@ -81,7 +85,8 @@ class Chat(Forked):
         return self._state.transcript
 
     def __repr__(self) -> str:
-        turns, tokens = len(self._transcript.turns), self.ids.shape[1]
+        turns = len(self._transcript.turns)
+        tokens = self.ids.shape[1]
         size = mebibytes(self.cache.nbytes())
         return f"<Chat under {self.sieve.plan.name}: {turns} turns, {tokens} tokens, KV {size}>"
 
@@ -221,7 +226,9 @@ class Chat(Forked):
         with understood(path):
             transcript = from_saved(form, saved.ids.to(self.sieve.model.device))
         state = ChatState(transcript, saved.cache.snapshot())
-        self._cache, self._state, self._at = saved.cache, state, state
+        self._cache = saved.cache
+        self._state = state
+        self._at = state
         if system is not None and system != self.system:
             has = "none" if self.system is None else repr(self.system)
             raise InputError(f"the chat in {os.fspath(path)!r} has another system prompt ({has}); leave system= out")

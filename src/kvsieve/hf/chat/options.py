@@ -23,7 +23,8 @@ _NOT_HERE = {
 
 def complete_options(options: dict[str, Any], model: Any, tokenizer: Any, stops: frozenset[int]) -> frozenset[int]:
     """Fill in what generate needs to know, and return the tokens that end this answer; stops: where nothing says so."""
-    config, own = options.get("generation_config"), model.generation_config
+    config = options.get("generation_config")
+    own = model.generation_config
     if "eos_token_id" in options:
         ends = options["eos_token_id"]
         stops = frozenset([] if ends is None else ends if isinstance(ends, (list, tuple)) else [ends])

@@ -24,7 +24,9 @@ class Pieces(BaseStreamer):
     def __init__(
         self, tokenizer: Any, stops: frozenset[int], on_text: Callable[[str], None] | None, check: Callable[[], None]
     ) -> None:
-        self.stops, self.on_text, self.check = stops, on_text, check
+        self.stops = stops
+        self.on_text = on_text
+        self.check = check
         self._begun = False
         self._words = Detokenizer(tokenizer)
 

@@ -66,7 +66,9 @@ class TurnMaker:
             check_servable(sieve, options)
         if max_context is not None and (type(max_context) is not int or max_context < 2):
             raise InputError(f"max_context must be a number of tokens, at least 2, got {short(max_context)}")
-        self.sieve, self.tokenizer, self.max_context = sieve, tokenizer, max_context
+        self.sieve = sieve
+        self.tokenizer = tokenizer
+        self.max_context = max_context
         self.prefixes = None if store is None else StoredPrefixes(store)
         self.turns = Turns(tokenizer)
         self.stops = stop_ids(tokenizer, sieve.model.generation_config.eos_token_id)
@@ -102,7 +104,8 @@ class TurnMaker:
         roles = [each for each in given if isinstance(each, str)] if isinstance(given, (list, tuple)) else []
         if not roles:
             return given
-        system, end = before.messages[:1], 0
+        system = before.messages[:1]
+        end = 0
         if system and system[0]["role"] == "system":
             ((_, end),) = role_spans(self.tokenizer, [*system, {"role": "user", "content": "?"}], ("system",))[1]
         spans = {"system": (0, end), "user": (max(end, before.ids.shape[1]), ids.shape[1])}
@@ -122,10 +125,14 @@ class TurnMaker:
         check: Callable[[], None],
     ) -> tuple[Reply, Transcript]:
         """Return the model's answer, and the conversation with it. check: raises where the turn is to end."""
-        ids, wanted, context, progress = question.ids, question.max_new_tokens, question.context, question.progress
+        ids = question.ids
+        wanted = question.max_new_tokens
+        context = question.context
+        progress = question.progress
         most = wanted if context is None else min(wanted, context - ids.shape[1])
 
-        start, skipped = cache.num_seen, 0
+        start = cache.num_seen
+        skipped = 0
 
         def shown(done: int, total: int) -> None:
             check()
@@ -152,7 +159,8 @@ class TurnMaker:
             seconds = begun.seconds + result.stats.ttft_s
             prefixes.add(self.sieve, result.sequences[0].tolist(), cache, seconds, question.options["chunk"])
         new = result.sequences[:, ids.shape[1] :]
-        tokens, stats = new[0].tolist(), begun.with_reuse(result.stats)
+        tokens = new[0].tolist()
+        stats = begun.with_reuse(result.stats)
         ended = tokens[-1] in question.stops
         notes = [*stats.notes, *left_out]
         if most < wanted and len(tokens) == most and not ended:

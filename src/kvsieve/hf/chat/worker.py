@@ -28,7 +28,8 @@ class Worker(threading.Thread):
 
     def __init__(self, work: Callable[[], None], left: SimpleQueue[None]) -> None:
         super().__init__(name="kvsieve-chat", daemon=True)
-        self._work, self._left = work, left
+        self._work = work
+        self._left = left
         self._begun = self._over = False
         self._end: SimpleQueue[None] = SimpleQueue()
 

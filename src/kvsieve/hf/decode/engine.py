@@ -35,7 +35,8 @@ from kvsieve.hf.model.weights import check_forms, forms_of
 # Tokens that room is made for at a time; an answer that is longer is recorded again.
 _ROOM = 4096
 # Recordings per turn that need no more passes than this each.
-_PATIENCE, _LEAST = 3, 8
+_PATIENCE = 3
+_LEAST = 8
 _INPUTS = ("input_ids", "inputs_embeds", "position_ids", "cache_position")
 
 _log = logging.getLogger(__name__)
@@ -126,7 +127,8 @@ class Engine:
         except Refused as refused:
             if passes.reason != str(refused):
                 _log.debug("a token is generated eagerly: %s", refused)
-            passes.eager, passes.reason = passes.eager + 1, str(refused)
+            passes.eager = passes.eager + 1
+            passes.reason = str(refused)
             return self._eagerly(*args, **kwargs)
         passes.fixed += 1
         return output
@@ -221,7 +223,9 @@ class Engine:
 
     def _made(self, session: Session, inputs: dict[str, Tensor], options: dict[str, Any]) -> tuple[RecordedPass, Run]:
         """Record a pass on the session's cache, which is then as it was but for room."""
-        cache, passes, began = session.cache, session.cache.turn.record.passes, time.perf_counter()
+        cache = session.cache
+        passes = session.cache.turn.record.passes
+        began = time.perf_counter()
         if passes.captures >= _PATIENCE and passes.fixed < _LEAST * passes.captures:
             raise Refused(f"the buffers change too often: {passes.captures} recordings served {passes.fixed} tokens")
         _make_room(session)
@@ -260,7 +264,8 @@ def _alike(made: RecordedPass, inputs: dict[str, Tensor], options: dict[str, Any
 
 def _make_room(session: Session) -> None:
     """Have room for the tokens that are still expected. Evictors that act while decoding keep small buffers in use."""
-    cache, evictor = session.cache, session.plan.evict
+    cache = session.cache
+    evictor = session.plan.evict
     acts = evictor is not None and evictor.when.steps is not None
     expected = cache.turn.new_tokens - 1 - cache.turn.decoded
     for layer in cache.sieve_layers.values():

@@ -100,7 +100,9 @@ def _names_of(function: Any) -> set[str] | None:
 
 
 def _norm(module: Any) -> Callable[[Tensor], Tensor]:
-    own, eps, parameters = module.forward, module.variance_epsilon, module._parameters
+    own = module.forward
+    eps = module.variance_epsilon
+    parameters = module._parameters
 
     def forward(hidden_states: Tensor) -> Tensor:
         weight = parameters["weight"]
@@ -120,7 +122,8 @@ def _gated(module: Any) -> Callable[[Tensor], Tensor]:
         return torch.cat([whole(part) for part in parts]).view(*x.shape[:-1], -1)
 
     def whole(x: Tensor) -> Tensor:
-        gate, up = module.gate_proj(x), module.up_proj(x)
+        gate = module.gate_proj(x)
+        up = module.up_proj(x)
         if _computes_otherwise(gate, up):
             return module.down_proj(module.act_fn(gate) * up)
         return module.down_proj(kernel.gated_silu(gate, up))

@@ -23,7 +23,8 @@ from kvsieve.kernels.cpu import products as kernel
 _log = logging.getLogger(__name__)
 
 # Tokens, and numbers of a weight, that are copied to float32 at a time.
-_TOKENS, _NUMBERS = 2048, 2**23
+_TOKENS = 2048
+_NUMBERS = 2**23
 
 
 class Linears:
@@ -87,7 +88,8 @@ class Linears:
 def _forward(layer: nn.Linear, product: Product) -> Callable[[Tensor], Tensor]:
     parameters: Any = layer._parameters
     # Numbers of an input up to which its product is the kernel's.
-    width, few = layer.in_features, kernel.MOST_ROWS[layer.weight.dtype] * layer.in_features
+    width = layer.in_features
+    few = kernel.MOST_ROWS[layer.weight.dtype] * layer.in_features
     widens = layer.weight.dtype == torch.bfloat16 and not cpu_computes_bfloat16()
 
     # Called hundreds of times per token.
@@ -97,7 +99,8 @@ def _forward(layer: nn.Linear, product: Product) -> Callable[[Tensor], Tensor]:
             if found is not None:
                 return found
         elif widens and given.numel() and not _computes_otherwise(given, parameters, width):
-            weight, bias = parameters["weight"], parameters["bias"]
+            weight = parameters["weight"]
+            bias = parameters["bias"]
             if is_readable(weight, bias):
                 return _widened(given, weight, bias)
         return F.linear(given, parameters["weight"], parameters["bias"])
@@ -112,7 +115,8 @@ def _widened(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     step = max(_NUMBERS // weight.shape[1], 1)
     for at in range(0, len(weight), step):
         rows = slice(at, at + step)
-        part, own = weight[rows].float(), None if bias is None else bias[rows].float()
+        part = weight[rows].float()
+        own = None if bias is None else bias[rows].float()
         for start in range(0, len(tokens), _TOKENS):
             some = slice(start, start + _TOKENS)
             out[some, rows] = F.linear(tokens[some].float(), part, own)

@@ -46,7 +46,8 @@ class NarrowWeight:
         if self._used == _AFTER:
             copy = narrowed(weight.detach())
             if copy is not None:
-                self._copy, self.nbytes = kernel.Weight(copy, bias, torch.float32), copy.nbytes
+                self._copy = kernel.Weight(copy, bias, torch.float32)
+                self.nbytes = copy.nbytes
                 self._sample = _sample(weight)
         return self._copy
 
@@ -57,7 +58,11 @@ class NarrowWeight:
 
     def free(self) -> None:
         """Let go of the copy."""
-        self._version, self._used, self._copy, self._sample, self.nbytes = None, 0, None, None, 0
+        self._version = None
+        self._used = 0
+        self._copy = None
+        self._sample = None
+        self.nbytes = 0
 
 
 def _sample(weight: Tensor) -> Tensor:
@@ -85,7 +90,8 @@ def why_not_narrow(layers: Iterable[nn.Linear]) -> str | None:
         return "no weight is float32"
     if any(weight.is_inference() for weight in wide):
         return "whether memory is written to is not known of tensors of inference mode"
-    size, free = sum(weight.nbytes for weight in wide) // 2, free_memory()
+    size = sum(weight.nbytes for weight in wide) // 2
+    free = free_memory()
     if free is None or size * _PART > free:
         room = "an unknown number of bytes" if free is None else mebibytes(free)
         return f"copies in bfloat16 would take {mebibytes(size)} of {room} free"

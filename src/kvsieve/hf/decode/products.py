@@ -64,7 +64,8 @@ def is_readable(weight: Any, bias: Any) -> bool:
 
 
 def _found(held: Mapping[str, Any]) -> tuple[_Place | None, kernel.Weight | None]:
-    weight, bias = held["weight"], held["bias"]
+    weight = held["weight"]
+    bias = held["bias"]
     if not is_readable(weight, bias):
         return None, None
     with torch.no_grad():

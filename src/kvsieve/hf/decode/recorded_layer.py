@@ -67,7 +67,10 @@ class RecordedLayer(SieveLayer):
 
     def __init__(self, layer: SieveLayer, index: int, reading: Reading | None, counters: DeviceCounters) -> None:
         super().__init__()
-        self.store, self.view, self.index, self.reading = layer.store, layer.view, index, reading
+        self.store = layer.store
+        self.view = layer.view
+        self.index = index
+        self.reading = reading
         self.tensors = layer.store.tensors
         self.encoded = FixedEntries.of(layer.store)
         # Asked once, not at every token.
@@ -79,7 +82,8 @@ class RecordedLayer(SieveLayer):
 
     def count(self, layer: SieveLayer, counters: DeviceCounters) -> tuple[slice, ...]:
         """Where numbers for what `layer` stores now are put: its slots' and its lengths'."""
-        store, stride = layer.store, layer.store.stride
+        store = layer.store
+        stride = layer.store.stride
         # Layers do not encode at the same time.
         owner = None if self.encoded is None else self.index
         slots = counters.run(store.next_slot, stride, stride, owner)

@@ -60,7 +60,8 @@ class RecordedPass(Session):
         super().__init__(
             session.plan, None, session.cache, session.step, session.tokens, session.model, session.request
         )
-        self.forward, self.inputs = forward, inputs
+        self.forward = forward
+        self.inputs = inputs
         for layer in session.cache.sieve_layers.values():
             # May give the store other buffers.
             layer.store.prepare_slots(session.cache.num_seen)
@@ -126,7 +127,8 @@ class RecordedPass(Session):
 
     def start_over(self, cache: SieveCache) -> None:
         """Make the numbers what they must be for the next token, whatever has been run before."""
-        self.passes, self._seen = 0, cache.num_seen
+        self.passes = 0
+        self._seen = cache.num_seen
         self.values.copy_(torch.tensor(self._counters.starts))
         layers = list(cache.sieve_layers.values())
         self._slots = [(layer.store.next_slot, layer.store.stride) for layer in layers]
@@ -156,7 +158,8 @@ class RecordedPass(Session):
 
 def check_plan(session: Session) -> None:
     """Raise Refused for a plan that does on this token what cannot be recorded."""
-    evictor, reader = session.plan.evict, session.plan.read
+    evictor = session.plan.evict
+    reader = session.plan.read
     for layer in session.cache.sieve_layers.values():
         if layer.store.is_encoded and (reader is not None or layer.view is not None):
             raise Refused("encoded entries are decoded one by one as they are chosen")

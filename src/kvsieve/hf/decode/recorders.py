@@ -26,7 +26,8 @@ class Graphs:
     def __call__(self, run: Run) -> Run:
         with torch.cuda.device(self.device):
             # What libraries set up when first used must not be recorded.
-            before, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+            before = torch.cuda.current_stream()
+            aside = torch.cuda.Stream()
             aside.wait_stream(before)
             with torch.cuda.stream(aside):
                 run()

@@ -78,7 +78,8 @@ def _attend(
 ) -> Tensor:
     """Attend within a session: [B, Hq, L, Dv]. given: queries, keys and values."""
     query, key, value = given
-    kwargs, cache = dict(kwargs), session.cache
+    kwargs = dict(kwargs)
+    cache = session.cache
     index, layer = _layer_of(cache, module, key)
     who = f"layer {index} ({type(module).__name__})"
     own = layer if layer.source is None else cache.all_layers[layer.source]
@@ -98,7 +99,8 @@ def _attend(
             "ways; only padding masks are supported"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    softcap = kwargs.get("softcap")
+    sinks = kwargs.get("s_aux")
     _check_sinks(who, query, sinks)
     asked = AttentionQueries(query, scale, softcap, None if sinks is None else sinks.detach())
     if isinstance(layer, LatentLayer):

@@ -34,7 +34,8 @@ def warn_of_few(plan: Plan, cache: SieveCache, new: int) -> None:
 
 
 def check_fits(plan: Plan, cache: SieveCache, fed: Tensor) -> None:
-    batch, known = fed.shape[0], cache.conversation.batch
+    batch = fed.shape[0]
+    known = cache.conversation.batch
     if not all(fed.shape[:2]):
         raise InputError(f"the prompt is empty: input of shape {tuple(fed.shape)}; pass at least one token")
     cache.check_ready()
@@ -144,5 +145,6 @@ def _keeps_all(plan: Plan, cache: SieveCache, step: Step) -> bool:
     """Tell that a plan drops nothing of a conversation that fits its budget."""
     if plan.propagate is not None:
         return False
-    evictor, new_tokens = plan.evict, cache.turn.new_tokens
+    evictor = plan.evict
+    new_tokens = cache.turn.new_tokens
     return evictor is None or all(evictor.entries(length, new_tokens) >= length for length in step.lengths)

@@ -25,7 +25,9 @@ def choose_drafted(
         tokens: all of the turn.
         shared: scratch of the pass.
     """
-    propagator, scores, kept = plan.propagate, cache.turn.drafted, cache.conversation.protected
+    propagator = plan.propagate
+    scores = cache.turn.drafted
+    kept = cache.conversation.protected
     if propagator is None or scores is None:
         return None
     device = tokens.token_index.device

@@ -36,7 +36,8 @@ def encode_after(plan: Plan, cache: SieveCache, index: int, step: Step, *, reduc
     assert plan.codec is not None
     if not reduced and step.phase == "prefill" and plan.evict is not None:
         return
-    layers, ends = cache.sieve_layers, step.ends_prompt
+    layers = cache.sieve_layers
+    ends = step.ends_prompt
     if not reduced or not _chooses_late(plan):
         layers[index].encode(plan.codec, ends_prompt=ends)
     elif index == max(layers):

@@ -28,8 +28,11 @@ def evict(plan: Plan, ctx: LayerContext, cache: SieveCache, due: tuple[bool, ...
     """
     evictor = plan.evict
     assert evictor is not None
-    step, conversation, turn = ctx.step, cache.conversation, cache.turn
-    prompt, record = step.phase == "prefill", turn.record
+    step = ctx.step
+    conversation = cache.conversation
+    turn = cache.turn
+    prompt = step.phase == "prefill"
+    record = turn.record
     # While decoding, a share stays that of the prompt: otherwise nothing would bound the memory.
     lengths = step.lengths if prompt else conversation.prompt_lengths
     if conversation.short_prompt is not None:
@@ -74,7 +77,9 @@ def evict(plan: Plan, ctx: LayerContext, cache: SieveCache, due: tuple[bool, ...
 
 def _in_rows(selection: Selection, ctx: LayerContext, due: tuple[bool, ...]) -> Selection:
     """Return a selection in rows that are due; the others keep all real entries."""
-    real, indices, shape = selection.real(), selection.indices, ctx.keys.shape
+    real = selection.real()
+    indices = selection.indices
+    shape = ctx.keys.shape
     real = (
         torch.ones_like(indices)
         if real is None
@@ -119,12 +124,14 @@ def check_protected(part: Role, ctx: LayerContext, selection: Selection, offered
     """Raise PlanError when `part` drops what the caller wants kept; offered: of the last so many stored entries."""
     if ctx.protected is None and ctx.quotas is None:
         return
-    indices, real = selection.indices, selection.real()
+    indices = selection.indices
+    real = selection.real()
     if indices.ndim == 2:
         indices = indices[:, None]
     if real is not None and real.ndim == 2:
         real = real[:, None]
-    protected, quotas = ctx.protected, ctx.quotas
+    protected = ctx.protected
+    quotas = ctx.quotas
     if offered is not None:
         # Tokens that travel are chosen for all heads alike.
         protected = None if protected is None else protected[:, :1, -offered:]

@@ -31,8 +31,10 @@ def feed_one_by_one(
     feed: FeedOne, cache: SieveCache, ids: Tensor, mask: Tensor | None, logits: int, *, tentative: bool
 ) -> PassResult:
     """Run a pass over each token of ids [B, L]; arguments and result are those of one pass over all of them."""
-    size, seen = ids.shape[1], cache.num_seen
-    snapshots, results = [], []
+    size = ids.shape[1]
+    seen = cache.num_seen
+    snapshots = []
+    results = []
     for layer in cache.all_layers if tentative else ():
         layer.make_way(size)
     for at in range(size):
@@ -72,7 +74,8 @@ class StepsTransaction(Transaction):
             )
 
     def _take_back(self, counts: tuple[int, ...]) -> None:
-        cache, most = self.cache, max(counts)
+        cache = self.cache
+        most = max(counts)
         states = [*(snapshot.layers for snapshot in self._snapshots), cache.all_layers]
         if most < self.size:
             cache.rollback(self._snapshots[most])

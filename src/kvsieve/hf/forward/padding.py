@@ -21,7 +21,8 @@ def checked_mask(
     And per row, how many of all columns, of this turn's and of the new ones are true tokens, whether the last is, and
     how often padding stands behind a token in the new ones.
     """
-    known, start = cache.conversation.mask, cache.num_seen
+    known = cache.conversation.mask
+    start = cache.num_seen
     if mask is None:
         if known is not None:
             raise InputError(
@@ -70,7 +71,8 @@ def checked_mask(
 
 def _mistaken(mask: Tensor, cache: SieveCache) -> Tensor:
     """Return where a mask [B, columns] takes padding behind a row's end for a token, or the reverse; [B, n]."""
-    ends, short = cache.conversation.ends, cache.conversation.short_prompt
+    ends = cache.conversation.ends
+    short = cache.conversation.short_prompt
     if ends is None:
         return mask[:, :0]
     before = 0 if short is None else short.length

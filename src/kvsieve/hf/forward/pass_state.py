@@ -89,7 +89,8 @@ class PassState:
     @property
     def due(self) -> tuple[bool, ...]:
         """Of each row, whether an evictor that acts while decoding acts in this pass; one for all while they agree."""
-        step, steps = self.step, self.when.steps
+        step = self.step
+        steps = self.when.steps
         if step.phase == "prefill" or steps is None:
             return ()
         if step.mask is None:

@@ -78,7 +78,8 @@ def open_session(
         CacheStateError: an earlier pass on the cache failed half-way.
         UnsupportedOptionError: the plan needs a driver, and this is a plain call of the model.
     """
-    ids, embeds = call.get("input_ids"), call.get("inputs_embeds")
+    ids = call.get("input_ids")
+    embeds = call.get("inputs_embeds")
     fed = ids if ids is not None else embeds
     if fed is None:
         raise InputError("the model was called with neither input_ids nor inputs_embeds")
@@ -122,13 +123,18 @@ def _facts_of(
 ) -> tuple[Step, Tokens, Tensor | None]:
     """Return the facts of a pass over `fed`, its tokens, and their order where they do not run in that of columns."""
     batch, new = fed.shape[:2]
-    turn, start = cache.turn, cache.num_seen
+    turn = cache.turn
+    start = cache.num_seen
     mask, rows = checked_mask(call.get("attention_mask"), cache, batch, new, fed.device)
-    padded, holed, counts = False, False, (new,) * batch
-    lengths, turn_lengths = (start + new,) * batch, (start + new - turn.start,) * batch
+    padded = False
+    holed = False
+    counts = (new,) * batch
+    lengths = (start + new,) * batch
+    turn_lengths = (start + new - turn.start,) * batch
     if mask is not None:
         lengths, turn_lengths, counts, ends, gaps = rows
-        padded, holed = min(counts) < new, any(gaps)
+        padded = min(counts) < new
+        holed = any(gaps)
         if prefill and request.last_chunk and not all(ends):
             raise InputError("the prompt is padded on the right; pad on the left: tokenizer.padding_side = 'left'")
         if padded and cache.has_state and has_holes(mask):
@@ -159,7 +165,8 @@ def open_rows(model: ModelContext, caches: Sequence[SieveCache], ids: Tensor) ->
         caches: of one row each, whose prompts are complete.
         ids: int64 [B, 1], the next token of each.
     """
-    outer, rows = _ACTIVE.get(), []
+    outer = _ACTIVE.get()
+    rows = []
     try:
         for cache, one in zip(caches, ids.split(1), strict=True):
             rows.append(open_session(model, cache.owner.plan, cache, {"input_ids": one}))
@@ -169,7 +176,8 @@ def open_rows(model: ModelContext, caches: Sequence[SieveCache], ids: Tensor) ->
             cancel_session(row)
         _ACTIVE.set(outer)
         raise
-    step, tokens = rows[0].step, rows[0].tokens
+    step = rows[0].step
+    tokens = rows[0].tokens
     session = RowsSession(Plan(), None, caches[0], step, tokens, model, PLAIN, outer, rows=rows, together=together)
     _ACTIVE.set(session)
     return session
@@ -192,7 +200,9 @@ def close_session(session: Session, *, finished: bool) -> None:
 
 def _commit(session: Session, *, finished: bool) -> None:
     """Commit a pass if it ran through, or was stopped on purpose."""
-    cache, turn, step = session.cache, session.cache.turn, session.step
+    cache = session.cache
+    turn = session.cache.turn
+    step = session.step
     if not (finished or session.stopped):
         return
     look(session.checks)
@@ -212,7 +222,8 @@ def _commit(session: Session, *, finished: bool) -> None:
             entries = list(turn.record.kept.values())
             kept = f"{entries[0]} in each of {len(entries)}" if len(set(entries)) == 1 else str(entries)
             _log.debug("%s: prompt of %s tokens, entries per layer: %s", session.plan.name, max(step.lengths), kept)
-        turn.reading, turn.drafted = False, None
+        turn.reading = False
+        turn.drafted = None
         cache.conversation.prompt_lengths = step.lengths
         if turn.acts:
             cache.conversation.acted += ((turn.start, cache.num_seen),)

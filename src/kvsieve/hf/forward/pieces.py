@@ -33,7 +33,8 @@ def attend_by_chunk(
     Returns:
         [B, Hq, L, Dv].
     """
-    chunk, whole = session.request.chunk, session.tokens
+    chunk = session.request.chunk
+    whole = session.tokens
     if chunk is None or chunk >= whole.size:
         return session.attend(index, layer, asked, key, value)
     outs = []
@@ -76,7 +77,8 @@ def rows_are_alone(decoder: nn.Module, chunk: int) -> bool:
 
 
 def _same_rows(module: nn.Linear, chunk: int) -> bool:
-    weight, draw = module.weight, torch.Generator().manual_seed(0)
+    weight = module.weight
+    draw = torch.Generator().manual_seed(0)
     rows = torch.randn(1, COUNTS[-1] * chunk, module.in_features, generator=draw).to(weight.device, weight.dtype)
     with torch.no_grad():
         alone = torch.cat([module(part) for part in rows.split(chunk, 1)], 1)

@@ -16,7 +16,8 @@ def propagate(session: PassState, index: int, layer: SieveLayer, ctx: LayerConte
     Raises:
         StopForward: one of two passes has chosen; nothing that the pass stored is needed any more.
     """
-    propagator, source = session.plan.propagate, session.source
+    propagator = session.plan.propagate
+    source = session.source
     assert propagator is not None and source is not None
     # Up to the source layer all of the turn's tokens are there, in this pass or in earlier chunks.
     deeper = index > source
@@ -31,7 +32,8 @@ def propagate(session: PassState, index: int, layer: SieveLayer, ctx: LayerConte
         return
     if selection is not None:
         look(session.checks)
-        session.chosen, session.stopped = selection, True
+        session.chosen = selection
+        session.stopped = True
         raise StopForward
     # What a layer has attended to can go at once.
     layer.reset()

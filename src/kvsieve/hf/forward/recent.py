@@ -15,7 +15,8 @@ from torch import Tensor
 from kvsieve.core.selection import entries_at
 from kvsieve.types import LayerContext, Quotas, Selection
 
-_QUERIES, _REAL = "recent", "recent_real"
+_QUERIES = "recent"
+_REAL = "recent_real"
 
 
 def recent_queries(
@@ -32,7 +33,8 @@ def recent_queries(
     """
     before = state.get(_QUERIES)
     if decoding and before is not None and query.shape[2] < window:
-        new, stored = query.shape[2], before.shape[2]
+        new = query.shape[2]
+        stored = before.shape[2]
         query = torch.cat([before, query], 2)
         if _REAL in state or min(counts) < new:
             state[_REAL] = state.get(_REAL, torch.tensor(stored)).clamp(max=stored) + torch.tensor(counts)
@@ -58,7 +60,9 @@ def aligned(ctx: LayerContext) -> tuple[LayerContext, Tensor | None]:
     """
     if ctx.step.phase == "prefill" or _REAL not in ctx.state:
         return ctx, None
-    size, stored, device = ctx.query.shape[2], ctx.keys.shape[2], ctx.keys.device
+    size = ctx.query.shape[2]
+    stored = ctx.keys.shape[2]
+    device = ctx.keys.device
     gaps = [size - count for count in ctx.state[_REAL].tolist()]
     gap = torch.tensor(gaps).to(device, non_blocking=True)[:, None, None]
     place = torch.arange(stored + max(gaps), device=device)

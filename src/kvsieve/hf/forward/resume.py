@@ -31,7 +31,8 @@ def resuming(resume: Resume) -> Iterator[None]:
 
 def resumed(kwargs: dict[str, Any], outer: Mapping[str, Any]) -> SieveCache | None:
     """Return the cache that a pass over a whole conversation goes on with, and leave the rest of it in kwargs."""
-    resume, ids = _RESUME.get(), kwargs.get("input_ids", outer.get("input_ids"))
+    resume = _RESUME.get()
+    ids = kwargs.get("input_ids", outer.get("input_ids"))
     if resume is None or ids is None:
         return None
     # Passes of the driver's own come with a cache.

@@ -44,7 +44,8 @@ class RowsCache(Cache):
         return True if layer_idx is None else super().has_previous_state(layer_idx, *args, **kwargs)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self.updated, self.staged = layer_idx, (key_states, value_states)
+        self.updated = layer_idx
+        self.staged = (key_states, value_states)
         return self.staged
 
     def give_states_back(self) -> None:
@@ -89,7 +90,8 @@ class RowsSession(Session):
         """Yield every row's session with its part of what attention was given, after its cache got what was staged."""
         together = self.together
         assert together is not None
-        staged, together.staged = together.staged, None
+        staged = together.staged
+        together.staged = None
         for number, row in enumerate(self.rows):
             if staged is not None:
                 keys, values = (self._part(whole, number) for whole in staged)

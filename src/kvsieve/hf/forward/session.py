@@ -41,12 +41,18 @@ class Session(PassState):
             layer.drop_unseen(at_once=self.tokens.size > 1)
             return out
         assert isinstance(layer, SieveLayer)
-        tokens, step, query, made = self.tokens, self.step, asked.query, key
-        reduces, evictor, codec = step.ends_prompt or self.acts_in_between, self.plan.evict, self.plan.codec
+        tokens = self.tokens
+        step = self.step
+        query = asked.query
+        made = key
+        reduces = step.ends_prompt or self.acts_in_between
+        evictor = self.plan.evict
+        codec = self.plan.codec
         where = index, self.model.num_layers
         if reduces and codec is not None:
             decode_before(self.plan, layer)
-        store, room = layer.store, self.cache.turn.room(self.end, tokens.size)
+        store = layer.store
+        room = self.cache.turn.room(self.end, tokens.size)
         if codec is not None and evictor is None:
             # They are encoded long before so many have come.
             room = min(room, codec.block)
@@ -90,7 +96,8 @@ class Session(PassState):
     ) -> Tensor:
         """Store and read token by token: each chooses by itself among what was stored when it came."""
         arguments = self.plan.read, self.cache, layer, index, self.model.num_layers, self.reads
-        tokens, outs = self.tokens, []
+        tokens = self.tokens
+        outs = []
         if tokens.size == 1:
             layer.store.append(key, value, tokens.token_index, tokens.valid, tokens.counts, room)
             return asked.output(read_token(*arguments, asked.stored))
@@ -103,7 +110,9 @@ class Session(PassState):
 
     def _show(self, index: int, layer: SieveLayer, asked: AttentionQueries, out: Tensor) -> None:
         """Show the layer, with all queries of the pass, to the driver and to an evictor that observes."""
-        evictor, on_layer, when = self.plan.evict, self.request.on_layer, self.when
+        evictor = self.plan.evict
+        on_layer = self.request.on_layer
+        when = self.when
         observes = when.observes and (self.step.phase == "prefill" or when.steps is not None)
         if not observes and on_layer is None:
             return
@@ -118,7 +127,9 @@ class Session(PassState):
             evictor.observe(ctx)
 
     def _context(self, index: int, layer: SieveLayer, asked: AttentionQueries) -> LayerContext:
-        store, kept, ranks = layer.store, self.cache.conversation.protected, self.model.ranks
+        store = layer.store
+        kept = self.cache.conversation.protected
+        ranks = self.model.ranks
         ranks.check_heads(asked.query.shape[1])
         protected, quotas = (None, None) if kept is None else kept.at(store.index, store.valid)
         ragged = self.plan.evict is not None and self.plan.evict.traits.ragged
@@ -146,7 +157,8 @@ class Session(PassState):
         )
 
     def _reduce(self, index: int, layer: SieveLayer, asked: AttentionQueries) -> None:
-        plan, turn = self.plan, self.cache.turn
+        plan = self.plan
+        turn = self.cache.turn
         prompt = self.step.phase == "prefill"
         if not prompt or turn.acts:
             ctx = self._context(index, layer, asked)
@@ -179,14 +191,16 @@ class Session(PassState):
                 self.stopped = True
                 raise StopForward
             if deferred:
-                chunks, sizes = [chunk[1:] for chunk in deferred], [chunk[0].shape[1] for chunk in deferred]
+                chunks = [chunk[1:] for chunk in deferred]
+                sizes = [chunk[0].shape[1] for chunk in deferred]
                 hidden = joined([*(chunk[0] for chunk in deferred), hidden])
                 arguments.join(chunks, joined)
                 deferred.clear()
                 self.moved = True
                 where = self.cache.conversation.mask, self.step.turn_start, [*sizes, self.step.num_new]
                 self.tokens = Tokens(*columns_of(*where, hidden.device, holed=True), self.step.turn_lengths)
-        selection, self.selection = self.selection, None
+        selection = self.selection
+        self.selection = None
         if index < 0:
             selection = choose_drafted(self.plan, self.cache, self.model, self.step, self.tokens, self.shared)
         if selection is not None:

@@ -38,7 +38,8 @@ def attend_shared(session: Session, index: int, source: int, asked: AttentionQue
     if not session.reads_as_answer:
         where = index, session.model.num_layers
         return attend_stored(session.plan.prefill, session.cache.turn, session.step, where, asked, lent.store)
-    outs, new = [], asked.query.shape[2]
+    outs = []
+    new = asked.query.shape[2]
     arguments = index, session.model.num_layers, session.reads
     for at in range(new):
         alone = asked.part(slice(at, at + 1))

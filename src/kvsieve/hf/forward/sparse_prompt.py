@@ -49,17 +49,21 @@ def attend_stored(
     Returns:
         [B, Hq, L, Dv].
     """
-    record, new = turn.record.blocks, asked.query.shape[2]
+    record = turn.record.blocks
+    new = asked.query.shape[2]
     if role is None or not turn.acts or step.phase != "prefill":
         return _densely(record, where[0], asked, store)
     length = store.size if store.valid is None else max(store.lengths)
     if not role.acts_in(*where) or length < role.least or new < role.queries:
         _count(record, None, BlockGrid(new, length, role.queries, role.block), asked.query)
         return _densely(record, where[0], asked, store)
-    query, keys, values = asked.query, store.keys, store.values
+    query = asked.query
+    keys = store.keys
+    values = store.values
     if store.valid is None:
         return _sparsely(role, (*where, step.is_last_chunk), asked, keys, values, record)
-    groups, ended = query.shape[1] // keys.shape[1], (*where, step.is_last_chunk)
+    groups = query.shape[1] // keys.shape[1]
+    ended = (*where, step.is_last_chunk)
     # Padding sees itself.
     out = values[:, :, -new:].repeat_interleave(groups, 1)
     for row, heads, real in _parts(store.valid, keys.shape[1]):
@@ -117,7 +121,8 @@ def _sparsely(
         _count(record, None, grid, query)
         return _noted(record, where[0], AttentionRequest(asked, DenseEntries(keys, values)))
     chosen = role.select(PromptContext(*where[:2], asked.of(query), keys, grid, bool(where[2])))
-    sets, blocks = chosen.shape[1:2], (grid.query_blocks, grid.key_blocks)
+    sets = chosen.shape[1:2]
+    blocks = (grid.query_blocks, grid.key_blocks)
     if chosen.shape != (batch, *sets, *blocks) or sets[0] not in (heads, query_heads):
         raise PlanError(
             f"{type(role).__name__}.select gave a mask of shape {tuple(chosen.shape)}, expected [{batch}, {heads} or "

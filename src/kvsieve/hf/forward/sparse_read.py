@@ -74,7 +74,8 @@ def count(reading: Reading, store: LayerMemory, reads: Reads) -> None:
 
     What is remembered of the KV rows has taken in all entries by now, also those stored before it was made.
     """
-    entry, grouped = store.entry_size(), reading.grouped
+    entry = store.entry_size()
+    grouped = reading.grouped
     for group, all_of_it in zip(grouped.groups, reading.whole, strict=True):
         size = grouped.entries(store, group)
         if all_of_it:
@@ -123,7 +124,8 @@ def _known(reader: Reader | None, cache: SieveCache, layer: SieveLayer, index: i
     store = layer.store
     if reader is None and layer.view is None:
         return None
-    lengths, turn = cache.conversation.prompt_lengths, cache.turn
+    lengths = cache.conversation.prompt_lengths
+    turn = cache.turn
     key = (reader, turn.number, lengths, turn.new_tokens)
     before = store.derived.get("kv_rows")
     if isinstance(before, _Known) and before.key == key and before.view is layer.view:
@@ -143,7 +145,9 @@ class _Known:
     """Grouped KV rows, what they were grouped by, and how they were read last."""
 
     def __init__(self, key: tuple[object, ...], view: object, grouped: RowGroups) -> None:
-        self.key, self.view, self.grouped = key, view, grouped
+        self.key = key
+        self.view = view
+        self.grouped = grouped
         self.reading: Reading | None = None
 
     def drop_last(self, store: LayerMemory) -> bool:

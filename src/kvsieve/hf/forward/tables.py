@@ -39,7 +39,8 @@ def _joined(found: list[Any]) -> Any:
 
 def _length(session: Session, positions: Tensor) -> int:
     """Return the length of the sequence, of the longest row, and note that keys are made by its tables."""
-    length, turn = int(positions.max()) + 1, session.cache.turn
+    length = int(positions.max()) + 1
+    turn = session.cache.turn
     if session.step.phase == "prefill" and turn.length is not None:
         length = max(length, turn.length)
     session.cache.conversation.note_tables(length)

@@ -38,7 +38,8 @@ class Transaction(ABC):
             CacheStateError: something else has happened to the cache since, or this was called before.
             InputError: there are not so many tokens, or rows.
         """
-        cache, rows = self.cache, self.cache.conversation.batch
+        cache = self.cache
+        rows = self.cache.conversation.batch
         counts = (count,) * rows if isinstance(count, int) else tuple(count)
         if len(counts) != rows or not all(0 <= each <= self.size for each in counts):
             raise InputError(

@@ -50,7 +50,8 @@ class AnswerSession(Session):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.evicted, tokens = set(self.cache.turn.record.evicted), self.tokens
+        self.evicted = set(self.cache.turn.record.evicted)
+        tokens = self.tokens
         self.steps = [
             self.step_at(at, tokens.part(slice(at, at + 1)), tokens.part(slice(0, at + 1)).counts)
             for at in range(tokens.size)
@@ -58,7 +59,8 @@ class AnswerSession(Session):
 
     def step_at(self, at: int, token: Tokens, real: Sequence[int]) -> Session:
         """Return a session for the token at a place of the pass; real: tokens of each row up to this one."""
-        step, mask = self.step, self.cache.conversation.mask
+        step = self.step
+        mask = self.cache.conversation.mask
         since = [count - new for count, new in zip(real, self.tokens.counts, strict=True)]
         if mask is not None and self.order is None:
             mask = mask[:, : step.start + at + 1]
@@ -106,7 +108,8 @@ class AnswerSession(Session):
     def _attend_at_once(
         self, index: int, layer: SieveLayer, asked: AttentionQueries, key: Tensor, value: Tensor
     ) -> Tensor:
-        tokens, store = self.tokens, layer.store
+        tokens = self.tokens
+        store = layer.store
         room = self.cache.turn.room(self.end, tokens.size)
         if self.plan.codec is not None:
             room = min(room, self.plan.codec.block)
@@ -145,8 +148,11 @@ class AnswerSession(Session):
 
         counts: how many, of each row. One with fewer than another has padding in the columns that the other keeps.
         """
-        cache, size, most = self.cache, self.tokens.size, max(counts)
-        conversation, turn = cache.conversation, cache.turn
+        cache = self.cache
+        size = self.tokens.size
+        most = max(counts)
+        conversation = cache.conversation
+        turn = cache.turn
         for step in self.steps[most:]:
             self.reads.add(step.reads, -1)
         self.reads.tokens -= size - most

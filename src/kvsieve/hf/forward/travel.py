@@ -129,7 +129,8 @@ class Arguments:
 
     def narrow(self, rows: Tensor, offered: int) -> None:
         """Keep the tokens at `rows`, int64 [B, K], of so many offered."""
-        self.rows, self.offered = rows, offered
+        self.rows = rows
+        self.offered = offered
         for own in self.noted:
             part = self.now.get(id(own), own)
             if self._has_axes(own):

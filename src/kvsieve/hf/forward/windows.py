@@ -24,7 +24,8 @@ def attend_window(
         mask: bool [B, columns], of all columns of the conversation; None while nothing was padding.
     """
     layer.holes |= tokens.narrowed
-    key, value = key.detach(), value.detach()
+    key = key.detach()
+    value = value.detach()
     layer.store.append(key, value, tokens.positions(mask), tokens.valid, tokens.counts, layer.room)
     return attend_stored_window(layer, asked)
 
@@ -32,5 +33,6 @@ def attend_window(
 def attend_stored_window(layer: WindowLayer, asked: AttentionQueries) -> Tensor:
     """Attention of the last tokens stored over what their window shows them."""
     store = layer.store
-    stored, sees = DenseEntries(store.keys, store.values, store.valid), Near(layer.window, store.index[:, 0])
+    stored = DenseEntries(store.keys, store.values, store.valid)
+    sees = Near(layer.window, store.index[:, 0])
     return attend(AttentionRequest(asked, stored, sees))

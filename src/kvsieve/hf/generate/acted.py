@@ -53,7 +53,8 @@ def _goes_on_blindly(plan: Plan) -> bool:
 
 def _idle(plan: Plan, record: TurnRecord) -> list[str]:
     """Tell which roles left the turn's prompt and its answer's reads whole, and why."""
-    tokens, notes = record.prompt_tokens - record.question, []
+    tokens = record.prompt_tokens - record.question
+    notes = []
     if plan.evict is not None and not record.evicted:
         notes.append(f"nothing was evicted: the prompt's {tokens} tokens fit what must or may be kept")
     if plan.propagate is not None and record.propagated is None:
@@ -66,7 +67,8 @@ def _idle(plan: Plan, record: TurnRecord) -> list[str]:
 
 def entries_after_prompt(cache: SieveCache) -> tuple[list[int], list[int]]:
     """Return the entries per layer that were stored once the turn's prompt was complete, and those of full KV."""
-    record, kept = cache.turn.record, cache.entries()
+    record = cache.turn.record
+    kept = cache.entries()
     for index, entries in record.kept.items():
         kept[index] = entries
     whole = [record.prompt_tokens] * len(kept)

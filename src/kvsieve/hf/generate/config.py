@@ -102,7 +102,8 @@ def check_single_answer(model: Any, options: Mapping[str, Any], otherwise: str =
         otherwise: what to do for several answers.
         beams: accept beams, where the cache is not gone on with.
     """
-    config, own = options.get("generation_config"), model.generation_config
+    config = options.get("generation_config")
+    own = model.generation_config
     for name in ("num_return_sequences",) if beams else ("num_beams", "num_return_sequences"):
         inherited = getattr(own if getattr(config, name, None) is None else config, name, None)
         value = options.get(name, inherited)
@@ -113,7 +114,8 @@ def check_single_answer(model: Any, options: Mapping[str, Any], otherwise: str =
 
 def padding_token(config: GenerationConfig) -> int | None:
     """Return the token by which generate infers what is padding in ids without a mask; None where it infers nothing."""
-    pad, ends = config.pad_token_id, end_tokens(config)
+    pad = config.pad_token_id
+    ends = end_tokens(config)
     return None if pad is None or pad in ends else int(pad)
 
 

@@ -25,7 +25,9 @@ def note_ends(cache: SieveCache, sequences: Tensor, new: int, config: Generation
         config: in effect for them.
         criteria: rows may have ended by criteria of the caller.
     """
-    conversation, ends, pad = cache.conversation, end_tokens(config), config.pad_token_id
+    conversation = cache.conversation
+    ends = end_tokens(config)
+    pad = config.pad_token_id
     answer = sequences[:, max(sequences.shape[1] - new, 0) :]
     # Without end tokens generate puts no padding behind a row.
     if not ends or len(answer) < 2 or len(answer) != conversation.batch or cache.turn.reordered:
@@ -33,7 +35,8 @@ def note_ends(cache: SieveCache, sequences: Tensor, new: int, config: Generation
     if pad is None:
         pad = ends[0]
     stops = torch.isin(answer, torch.tensor(ends, device=answer.device))
-    gone, unknown = stops.cumsum(1) > stops, False
+    gone = stops.cumsum(1) > stops
+    unknown = False
     if criteria or config.stop_strings is not None:
         if pad in ends:
             # A row that ends in one token of these has chosen it, or ended before it.

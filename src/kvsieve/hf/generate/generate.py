@@ -101,7 +101,9 @@ def generate(
     note_ends(cache, sequences, len(clock.times), config, criteria=own)
     token_s = [after - before for before, after in itertools.pairwise(clock.times)]
     _log.info("%s", stats)
-    seen, columns, ends = cache.num_seen, input_ids.shape[1], frozenset(end_tokens(config))
+    seen = cache.num_seen
+    columns = input_ids.shape[1]
+    ends = frozenset(end_tokens(config))
     return GenerateResult(sequences, stats, cache, output, token_s, seen, model.tokenizer, columns, ends)
 
 
@@ -141,7 +143,8 @@ def _decode(
         criteria, options = original.criteria(criteria, options, config)
         if copies > 1 and not cache.num_seen:
             conversation.short_prompt = conversation.short_prompt.rows(repeated)
-    seen, streamer = cache.num_seen, Streamer(options.get("streamer"), original)
+    seen = cache.num_seen
+    streamer = Streamer(options.get("streamer"), original)
     if streamer.inner is not None:
         options["streamer"] = streamer
     try:

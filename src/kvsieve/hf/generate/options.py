@@ -105,7 +105,8 @@ def check_plan_can(
         config: in effect for them.
     """
     _check_per_token(model, input_ids, cache, reading, options)
-    plan, said = model.plan, functools.partial(who_says, model.model, options)
+    plan = model.plan
+    said = functools.partial(who_says, model.model, options)
     of_its_own = plan.shortens_prompt or plan.probes or plan.drafts
     if config.guidance_scale not in (None, 1) and of_its_own:
         raise UnsupportedOptionError(
@@ -116,7 +117,8 @@ def check_plan_can(
         return
     model.check_cache(cache)
     check_chunk(reading.chunk)
-    new, why = input_ids.shape[-1] - cache.conversation.caller_length_and_mask()[0], None
+    new = input_ids.shape[-1] - cache.conversation.caller_length_and_mask()[0]
+    why = None
     if of_its_own:
         why = f"{plan.name!r} reads prompts in steps of its own: take another method"
     elif reading.constraints.question_tokens:
@@ -143,7 +145,8 @@ def _check_per_token(
         options: of generate.
     """
     alone = reading.chunk is not None or reading.constraints.question_tokens is not None
-    plan, evictor = model.plan, model.plan.evict
+    plan = model.plan
+    evictor = model.plan.evict
     turns = evictor is not None and "rotary" in evictor.traits.needs
     if not isinstance(input_ids, Tensor) or not (alone or plan.probes or plan.drafts or turns):
         return

@@ -34,7 +34,8 @@ class OriginalPrompt:
     """
 
     def __init__(self, input_ids: Tensor, read: int) -> None:
-        self.input_ids, self.read = input_ids, read
+        self.input_ids = input_ids
+        self.read = read
 
     def whole(self, ids: Tensor) -> Tensor:
         """Put the prompt as given before what was generated: ids [B * copies, read + new] -> [B * copies, N + new]."""
@@ -98,7 +99,8 @@ class OriginalPrompt:
                 stops = StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings)
             except Exception as error:  # of a tokenizer that it cannot read
                 raise refusal(options, error) from error
-            criteria, options = [*criteria, stops], {**options, "stop_strings": None}
+            criteria = [*criteria, stops]
+            options = {**options, "stop_strings": None}
         return [_Criterion(each, self) for each in criteria], options
 
     def output(self, output: Any) -> Any:
@@ -116,7 +118,8 @@ def _asked(name: str, options: dict[str, Any], configs: tuple[Any, ...]) -> Any:
 
 class _Criterion(StoppingCriteria):
     def __init__(self, inner: Any, shown: OriginalPrompt) -> None:
-        self.inner, self.shown = inner, shown
+        self.inner = inner
+        self.shown = shown
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         return self.inner(self.shown.whole(input_ids), scores, **kwargs)
@@ -124,7 +127,8 @@ class _Criterion(StoppingCriteria):
 
 class _Processor(LogitsProcessor):
     def __init__(self, inner: Any, shown: OriginalPrompt) -> None:
-        self.inner, self.shown = inner, shown
+        self.inner = inner
+        self.shown = shown
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         out: Tensor = self.inner(self.shown.whole(input_ids), scores)
@@ -141,7 +145,8 @@ class Streamer:
     """
 
     def __init__(self, inner: Any, shown: OriginalPrompt | None) -> None:
-        self.inner, self.shown = inner, shown
+        self.inner = inner
+        self.shown = shown
         self.raised: Exception | None = None
         self._begun = False
 

@@ -191,7 +191,8 @@ class Stats:
         return sum(self._growing()) / max(len(self._growing()), 1)
 
     def _kept(self) -> str:
-        layers, grow = len(self.kv_entries), len(self._growing())
+        layers = len(self.kv_entries)
+        grow = len(self._growing())
         kept = f"{self._mean():.0f} of {self.prompt_tokens} entries"
         kept += f" in {grow} of {layers} layers" if grow < layers else ""
         if not self.compressed_layers or self.kv_share is None:
@@ -211,7 +212,8 @@ def stats_of(model: AttachedModel, cache: SieveCache, times: list[float], began:
         began: when the call began.
         peak: peak memory in bytes, None where it was not measured.
     """
-    record, plan = cache.turn.record, model.plan
+    record = cache.turn.record
+    plan = model.plan
     applied, notes = what_ran(plan, cache)
     kept, whole = entries_after_prompt(cache)
     compressed = sum(least < most for least, most in zip(kept, whole, strict=True))
@@ -247,22 +249,26 @@ def stats_of(model: AttachedModel, cache: SieveCache, times: list[float], began:
 
 
 def _decoding(engine: Engine, passes: Passes, reads: Reads) -> Decoding:
-    asked, refusal = engine.asked, engine.refusal
+    asked = engine.asked
+    refusal = engine.refusal
     failed = passes.eager > passes.fixed or (refusal is not None and not passes.fixed)
     ran = "eager" if failed else asked
     reason = None if ran == asked else refusal or passes.reason
-    reading, seconds = None, 0.0
+    reading = None
+    seconds = 0.0
     if reads.sparse and passes.fixed > passes.eager:
         reading = f"torch: passes of fixed shapes ({ran})"
     elif reads.sparse and reads.not_compiled is not None:
         reading = f"torch: {reads.not_compiled}"
     elif reads.sparse:
-        reading, seconds = "compiled", compile_seconds()
+        reading = "compiled"
+        seconds = compile_seconds()
     return Decoding(ran, reason, passes.captures, passes.capture_s, reading, seconds, *engine.fused)
 
 
 def _traffic(cache: SieveCache) -> Traffic | None:
-    reads, layers = cache.turn.record.reads, cache.sieve_layers
+    reads = cache.turn.record.reads
+    layers = cache.sieve_layers
     if not reads.tokens or not layers:
         return None
     tokens = reads.tokens * cache.conversation.batch

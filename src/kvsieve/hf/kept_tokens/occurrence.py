@@ -52,7 +52,8 @@ class Occurrence:
         for name, first, last in runs(self.states):
             layers = f"{self.layers[first]}" + (f"–{self.layers[last]}" if last > first else "")
             shares = self.read[first : last + 1]
-            least, most = percent(min(shares)), percent(max(shares))
+            least = percent(min(shares))
+            most = percent(max(shares))
             extent = most if least == most else f"{least[:-1]}–{most}"
             parts.append(f"{layers} {name}{f' ({extent})' if name == 'in part' else ''}")
         return f"layers {', '.join(parts)}"
@@ -76,7 +77,8 @@ def state(stored: float, read: float, reached: float, unreached: str) -> str:
 
 def runs(names: Sequence[str]) -> list[tuple[str, int, int]]:
     """Return runs of equal names: name, first and last index."""
-    found, at = [], 0
+    found = []
+    at = 0
     for name, group in itertools.groupby(names):
         count = len(list(group))
         found.append((name, at, at + count - 1))

@@ -15,7 +15,8 @@ from kvsieve.report.display import percent, span
 from kvsieve.report.tables import Entry, Table
 
 # Shares are encoded as a byte of so many parts; this value marks tokens that did not reach the layer.
-PARTS, UNREACHED = 200, 255
+PARTS = 200
+UNREACHED = 255
 # Most tokens shown in a notebook.
 _SHOWN = 2000
 
@@ -63,7 +64,8 @@ def short_html(kept: KeptTokens) -> str:
 def layer_table(kept: KeptTokens) -> Table:
     """Return a table of the entries of every layer."""
     headers = ["layer", "kind", "entries per KV head", "held"]
-    reached, read = any(layer.reached is not None for layer in kept.layers), kept.is_view
+    reached = any(layer.reached is not None for layer in kept.layers)
+    read = kept.is_view
     headers += ["read by the answer"] * read + [f"tokens {kept.unreached}"] * reached
     rows = []
     for layer in kept.layers:
@@ -91,7 +93,8 @@ def _parts(kept: KeptTokens) -> Iterator[str]:
 
 def _spans(kept: KeptTokens, start: int, end: int, *, styled: bool = False) -> Iterator[str]:
     """Yield an element per piece of text. styled: with inline colours, for use without the style sheet."""
-    share, deep = kept.share, kept.deep
+    share = kept.share
+    deep = kept.deep
     for piece in kept.pieces:
         if not start <= piece.start < end:
             continue

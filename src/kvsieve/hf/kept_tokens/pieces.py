@@ -31,7 +31,9 @@ class Piece:
 
 def text_pieces(tokenizer: Any, ids: Sequence[int]) -> tuple[Piece, ...]:
     """Return the text of each token; the pieces cover every token once, in order."""
-    special, found, begin = special_ids(tokenizer), [], 0
+    special = special_ids(tokenizer)
+    found = []
+    begin = 0
     for at, token in enumerate(ids):
         if token in special:
             found += _decoded(tokenizer, ids, begin, at)
@@ -43,14 +45,18 @@ def text_pieces(tokenizer: Any, ids: Sequence[int]) -> tuple[Piece, ...]:
 def _decoded(tokenizer: Any, ids: Sequence[int], begin: int, end: int) -> list[Piece]:
     """Return pieces of the tokens from `begin` to `end`, none of them a control token."""
     # The previous piece is decoded too: some tokenizers drop a space at the beginning of a text.
-    pieces, before, start, known = [], begin, begin, ""
+    pieces = []
+    before = begin
+    start = begin
+    known = ""
     for at in range(begin, end):
         piece = _text(tokenizer, ids[before : at + 1])[len(known) :]
         within = not piece or piece.endswith("\ufffd")
         if within and at + 1 < end and at + 1 - start < _MOST:
             continue
         pieces.append(Piece(start, at + 1, piece))
-        before, start = start, at + 1
+        before = start
+        start = at + 1
         known = _text(tokenizer, ids[before:start])
     return pieces
 

@@ -130,7 +130,8 @@ class KeptTokens:
         """
         if not isinstance(text, str) or not text:
             raise InputError(f"kept.of(...) looks for a string, got {short(text)}; kept.at(start, end) takes tokens")
-        found, at = [], self.text.find(text)
+        found = []
+        at = self.text.find(text)
         ends = torch.tensor([len(piece.text) for piece in self.pieces]).cumsum(0)
         while at >= 0:
             # The pieces that hold its first and its last character.

@@ -31,6 +31,7 @@ def context_of(config: Any) -> int | None:
 
 def _scaled(rope: dict[str, Any], length: int) -> int:
     """Return the length that rotary positions are scaled to; length: max_position_embeddings."""
-    kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor")
+    kind = rope.get("rope_type", rope.get("type"))
+    factor = rope.get("factor")
     original = rope.get("original_max_position_embeddings") or (length if kind in _STRETCHING else None)
     return 0 if original is None or factor is None else int(original * factor)

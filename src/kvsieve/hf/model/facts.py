@@ -94,7 +94,8 @@ class Facts:
         """The output projection, or why there is none that a method can use."""
         attention = self._attention(layer_idx)
         linear = next((getattr(attention, name) for name in _PROJECTIONS if hasattr(attention, name)), None)
-        heads, size = self.config.num_attention_heads, self._head_dim(layer_idx)
+        heads = self.config.num_attention_heads
+        size = self._head_dim(layer_idx)
         if linear is None or not is_linear(linear, heads * size):
             return (
                 f"the plan needs the output projection of every head, and layer {layer_idx} has no linear one of "
@@ -145,13 +146,15 @@ class Facts:
         there = self._turned(layer_idx, apply, x, positions, inverse=False)
         back = self._turned(layer_idx, apply, there, positions, inverse=True)
         moved = self._turned(layer_idx, apply, x, positions + _MOVED, inverse=False)
-        products, others = there @ there.transpose(-1, -2), moved @ moved.transpose(-1, -2)
+        products = there @ there.transpose(-1, -2)
+        others = moved @ moved.transpose(-1, -2)
         near = (there.norm() * 1e-4) ** 2, products.norm() * 1e-3
         return bool((back - x).norm() ** 2 <= near[0]) and bool((products - others).norm() <= near[1])
 
     def _keys(self, layer_idx: int, attention: nn.Module) -> tuple[Tensor, Tensor]:
         """[1, H, P, D] keys that the layer makes of one hidden state at the positions int64 [1, P]."""
-        device, dtype = next(attention.parameters()).device, self.model.dtype
+        device = next(attention.parameters()).device
+        dtype = self.model.dtype
         # Where the weights are brought in for each call, they stand nowhere now.
         device = self.model.device if device.type == "meta" else device
         generator = torch.Generator().manual_seed(0)
@@ -185,7 +188,8 @@ class Facts:
         cos, sin = self._tables(layer_idx, x, positions.to(x.device))
         # Tables may carry a factor, as YaRN's do: without it they are of length one.
         length = torch.hypot(cos, sin)
-        cos, sin = cos / length, (-sin if inverse else sin) / length
+        cos = cos / length
+        sin = (-sin if inverse else sin) / length
         size = cos.shape[-1]
         part = x[..., :size]
         turned = apply(part, part, cos, sin)[0]

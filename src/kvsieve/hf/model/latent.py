@@ -40,7 +40,8 @@ def up_projection(
     Raises:
         UnsupportedModelError: no weight of the module gives these keys and values.
     """
-    heads, width = key.shape[1], value.shape[-1]
+    heads = key.shape[1]
+    width = value.shape[-1]
     plain = key.shape[-1] - rotated.shape[-1]
     entry = torch.cat([latents[:, :, -1:], rotated[:, :, -1:]], -1)
     for linear in candidates(attention, latents.shape[-1]):

@@ -126,7 +126,9 @@ def layer_bytes(
         aside: beside them, that the plan's `rest` keeps.
         most: as many as so many entries may take, where some that are not encoded yet take more than others.
     """
-    evict, heads, kind = plan.evict, shape.heads, shape.kind
+    evict = plan.evict
+    heads = shape.heads
+    kind = shape.kind
     fixed = shape.state_elements * element_bytes + shape.wide_state_elements * _WIDE_BYTES
     entry = shape.entry_elements * element_bytes + heads * _INDEX_BYTES
     if not kind.grows:
@@ -151,10 +153,12 @@ def encoded_bytes(
     most, aside: as in `layer_bytes`; of those aside the bytes are not counted.
     """
     exact: float = codec.sinks + codec.newest(int(entries + aside))
-    encoded, some = entries - exact, codec.block / 2
+    encoded = entries - exact
+    some = codec.block / 2
     if most:
         # Half a block may stay exact, and that of a KV head be filled the least.
-        exact, encoded = exact + min(encoded, some), encoded - some
+        exact = exact + min(encoded, some)
+        encoded = encoded - some
         return exact * shape.entry_elements * element_bytes + _blocks_bytes(codec, shape, encoded, codec.block - 1)
     if encoded < some:
         return entries * shape.entry_elements * element_bytes

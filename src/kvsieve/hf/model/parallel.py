@@ -67,7 +67,8 @@ def ranks_of(model: Any, plan: Plan) -> Ranks:
         _check_whole(model)
         return ALONE
     config = text_config(model)
-    size, heads = mesh.size(), config.num_attention_heads
+    size = mesh.size()
+    heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if heads % size or kv_heads % size:
         raise UnsupportedModelError(

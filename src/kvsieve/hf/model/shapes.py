@@ -129,7 +129,8 @@ def _watched(model: Any, layers: Any, seen: _Seen) -> Iterator[None]:
 
 def _shape(model: Any, index: int, kind: LayerKind, held: Any, seen: _Seen) -> LayerShape:
     config = text_config(model)
-    entered, attended = seen.entered.get(index, []), seen.attended.get(index, [])
+    entered = seen.entered.get(index, [])
+    attended = seen.attended.get(index, [])
     if len(entered) != 1:
         raise UnsupportedModelError(f"layer {index} runs {len(entered)} times for each token")
     keys: Any = getattr(held, "keys", None)
@@ -141,7 +142,8 @@ def _shape(model: Any, index: int, kind: LayerKind, held: Any, seen: _Seen) -> L
     heads = entry = 0
     dims = (0, 0)
     if stores:
-        heads, dims = keys.shape[1], (keys.shape[-1], values.shape[-1])
+        heads = keys.shape[1]
+        dims = (keys.shape[-1], values.shape[-1])
         entry = heads * sum(dims)
         # Attention that is no function of transformers' interface is taken to be that of the heads the config tells of.
         attended = attended or [(config.num_attention_heads, *dims)]

@@ -73,7 +73,9 @@ def _header(path: Any, metadata: dict[str, str] | None) -> dict[str, Any]:
         raise CacheFileError(f"{path} is a safetensors file without a cache of kvsieve in it")
     try:
         header = json.loads(metadata["kvsieve"])  # type: ignore[index]
-        found, digest, mine = header[MARK], header["sha256"], header_digest(header)
+        found = header[MARK]
+        digest = header["sha256"]
+        mine = header_digest(header)
     except (ValueError, LookupError, TypeError, RecursionError):
         raise changed(path, "its header cannot be read") from None
     if found != FORMAT:
@@ -124,7 +126,8 @@ def write(file: BinaryIO, tensors: Mapping[str, Tensor], text: str) -> None:
     entries: dict[str, Any] = {"__metadata__": {"kvsieve": text}}
     end = 0
     for name in order:
-        part, start = tensors[name], end
+        part = tensors[name]
+        start = end
         end += part.numel() * part.element_size()
         entries[name] = {"dtype": DTYPES[str(part.dtype)], "shape": list(part.shape), "data_offsets": [start, end]}
     head = json.dumps(entries).encode()

@@ -231,7 +231,8 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def made_cache(header: dict[str, Any], tensors: dict[str, Tensor], model: AttachedModel) -> Saved:
     """Build a cache of a header's facts, on these very tensors where they are on the model's device; uses them up."""
-    reading, device = _plan_of_reading(model.plan), model.model.device
+    reading = _plan_of_reading(model.plan)
+    device = model.model.device
     cache = model.new_cache()
     if len(cache.layers) != len(header["layers"]):
         raise ValueError("a cache of that version has other layers")
@@ -271,7 +272,8 @@ def _device(model: AttachedModel, index: int) -> torch.device:
 def _checked_ids(ids: Tensor | None, cache: SieveCache) -> Tensor | None:
     if ids is None:
         return None
-    seen, batch = cache.conversation.caller_length_and_mask()[0], cache.conversation.batch
+    seen = cache.conversation.caller_length_and_mask()[0]
+    batch = cache.conversation.batch
     whole_ids = isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype == torch.int64
     if not whole_ids or len(ids) != (batch or len(ids)) or ids.shape[1] < seen:
         got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__

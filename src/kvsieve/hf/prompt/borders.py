@@ -30,7 +30,8 @@ def ends_in_columns(
     if mask is None or len(whole) == 1 or not has_holes(mask):
         return whole
     rows = [row.nonzero()[:, 0].tolist() for row in mask.cpu()]
-    longest, found = max(map(len, rows)), []
+    longest = max(map(len, rows))
+    found = []
     latest = min(row[max(len(row) - max(window, 1), 0)] for row in rows if row)
     for end in ends(longest)[:-1]:
         left = longest - end

@@ -70,7 +70,8 @@ def whole_mask(
         attention_mask = attention_mask.long()
     cache.turn.check_beams()
     check_ends_known(cache)
-    rows, short_prompt = cache.conversation.batch, cache.conversation.short_prompt
+    rows = cache.conversation.batch
+    short_prompt = cache.conversation.short_prompt
     if rows not in (0, len(input_ids)):
         raise InputError(
             f"the cache holds {rows} rows and got an input of {len(input_ids)}; use one cache per batch, or "
@@ -128,7 +129,8 @@ def check_prompt(
             f"the prompt has {max(lengths)} tokens, the model's context ends at {context}; shorten the prompt or use a "
             "model with a longer context"
         )
-    window, longest = max(model.plan.window, window), max(lengths) - question
+    window = max(model.plan.window, window)
+    longest = max(lengths) - question
     if reduced and model.plan.floor < longest <= window:
         warnings.warn(
             f"the prompt has {longest} tokens, {model.plan.name} needs more than its observation window of "

@@ -81,7 +81,8 @@ class _ChunkReduction:
         selection = self.evictor.select(ctx, self.targets)
         assert isinstance(selection, Selection)
         check_protected(self.evictor, ctx, selection)
-        slots, shape = selection.indices, ctx.keys.shape[:3]
+        slots = selection.indices
+        shape = ctx.keys.shape[:3]
         size = slots.shape[2]
         targets = slots.new_tensor(self.targets)[:, None, None]
         filler = torch.arange(size, device=slots.device) < size - targets
@@ -119,8 +120,11 @@ def compress(
     evictor = model.plan.evict
     assert isinstance(evictor, ChunkedEvictor)
     lengths: list[int] = real.sum(-1).tolist()
-    width, asked, chunk = token_index.shape[1], evictor.question_tokens, evictor.chunk_length
-    tokens, token_index = input_ids.gather(1, token_index), token_index.masked_fill(~real, -1)
+    width = token_index.shape[1]
+    asked = evictor.question_tokens
+    chunk = evictor.chunk_length
+    tokens = input_ids.gather(1, token_index)
+    token_index = token_index.masked_fill(~real, -1)
     contexts = [max(length - asked, 0) for length in lengths]
     kept = kept_of_context(evictor, lengths)
     entries = max(evictor.requested(length) for length in lengths)
@@ -178,7 +182,9 @@ def _read(
     model: AttachedModel, cache: SieveCache, step: _ChunkReduction, tokens: Tensor, real: Tensor, options: ReadOptions
 ) -> None:
     """Feed tokens [B, L] after what the cache holds; the last pass, which holds the question, reduces it."""
-    seen, known, size = cache.num_seen, cache.conversation.mask, tokens.shape[1]
+    seen = cache.num_seen
+    known = cache.conversation.mask
+    size = tokens.shape[1]
     real = real.to(model.model.device)
     known = real.new_ones(len(tokens), seen) if known is None else known
     whole = torch.cat([known, real], 1)
@@ -195,7 +201,8 @@ def _move_together(model: AttachedModel, cache: SieveCache, step: _ChunkReductio
     slots = torch.arange(size, device=model.model.device)
     real = slots >= size - torch.tensor(step.targets, device=slots.device)[:, None]
     for index, layer in cache.sieve_layers.items():
-        keys, moves = layer.store.keys, step.moves[index]
+        keys = layer.store.keys
+        moves = step.moves[index]
         # Heads keep different entries, so each is a row of its own here.
         alone = keys.reshape(-1, 1, *keys.shape[2:])
         turned = model.facts.rotate(index, alone, moves.to(keys.device).flatten(0, 1))

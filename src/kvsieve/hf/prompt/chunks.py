@@ -50,31 +50,30 @@ def read_chunks(
     """
     short = cache.conversation.short_prompt
     acting = plan or (model.plan if short is None else short.plan)
-    start, end = cache.num_seen, input_ids.shape[1]
-    total, acts = end - start, options.constraints.reduce and not question
+    start = cache.num_seen
+    end = input_ids.shape[1]
+    total = end - start
+    acts = options.constraints.reduce and not question
     # What was read of the prompt before counts as well.
     length = end - cache.turn.start if options.goes_on else total
-    window = max(acting.queries(length), options.window)
-    chunk = options.chunk
-    if cache.has_state:
-        # Some models' recurrent layers compute a single token otherwise, and take one of padding for a true one.
-        window, chunk = max(window, 2), None if chunk is None else max(chunk, 2)
+    # Some models' recurrent layers compute a single token otherwise, and take one of padding for a true one.
+    least = 2 if cache.has_state else 0
+    window = max(acting.queries(length), options.window, least)
+    chunk = None if options.chunk is None else max(options.chunk, least)
     # Padding at the left would move borders that are counted from there, and with them what is exact until when.
-    backwards, new = _counts_backwards(acting), None if mask is None else mask[:, start:].bool()
+    backwards = _counts_backwards(acting)
     exact = acts and (acting.prefill is not None or (acting.evict is not None and backwards))
+    new = None if mask is None else mask[:, start:].bool()
     ends = ends_in_columns(new, total, lambda n: chunk_ends(n, chunk, window, backwards=backwards), window, exact=exact)
-    probed = 0
-    if acting.probes and acts:
-        whole = torch.ones_like(input_ids) if mask is None else mask
-        probed = tokens_to_probe(model, cache, whole)
-        if probed:
-            ends = ends_in_columns(new, total, lambda n: probed_ends(n, chunk, window), window, exact=False)
+    whole = torch.ones_like(input_ids) if mask is None else mask
+    probed = tokens_to_probe(model, cache, whole) if acting.probes and acts else 0
+    if probed:
+        ends = ends_in_columns(new, total, lambda n: probed_ends(n, chunk, window), window, exact=False)
     prompt_end = max(end, prompt_end or 0)
     if question:
         cache.conversation.begin_question(question)
     elif options.goes_on:
-        cache.turn.prompt_end, cache.turn.new_tokens = prompt_end + probed, options.new_tokens
-        cache.turn.acts = cache.turn.record.reduced = acts
+        cache.turn.resume(prompt_end + probed, options.new_tokens, acts)
     else:
         cache.begin_turn(prompt_end + probed, options.new_tokens, acts)
     if model.facts.tables.depend:
@@ -92,8 +91,8 @@ def read_chunks(
             break
         several = chunk if together and last < total else None
         request = PassRequest(plan, "prefill", last == total, options.on_layer, chunk=several)
-        seen = None if mask is None else mask[:, : start + last]
-        result = model.feed(cache, input_ids[:, start + first : start + last], seen, request)
+        columns = slice(start + first, start + last)
+        result = model.feed(cache, input_ids[:, columns], None if mask is None else mask[:, : columns.stop], request)
         if options.progress is not None:
             options.progress(last, total)
     return result
@@ -119,10 +118,12 @@ def read_beginning(
         request: of each pass.
         room: tokens that follow the beginning, which buffers leave room for.
     """
-    start, end = cache.num_seen, input_ids.shape[1]
+    start = cache.num_seen
+    end = input_ids.shape[1]
     if not cache.conversation.half_read:
         cache.begin_turn(end)
-    cache.turn.prompt_end, cache.turn.length = end + room, end
+    cache.turn.prompt_end = end + room
+    cache.turn.length = end
     step = chunk or end
     for first in range(start, end, step):
         last = min(first + step, end)

@@ -83,7 +83,9 @@ class PromptConstraints:
         return held
 
     def _asked(self, numbers: Tensor) -> ProtectedTokens | None:
-        protected, segments, counts = None, None, None
+        protected = None
+        segments = None
+        counts = None
         if self.protect is not None:
             protected = protected_columns(self.protect, numbers)
         if self.quotas is not None:
@@ -91,7 +93,8 @@ class PromptConstraints:
         if protected is not None and not bool(protected.any()):
             protected = None
         if counts is not None and not counts.shape[1]:
-            segments, counts = None, None
+            segments = None
+            counts = None
         return None if protected is None and segments is None else ProtectedTokens(protected, segments, counts)
 
     def _check_plan(
@@ -119,7 +122,8 @@ class PromptConstraints:
                     )
                 if evictor is None:
                     continue
-                allowed, own = evictor.entries(length), evictor.minimum
+                allowed = evictor.entries(length)
+                own = evictor.minimum
                 # Where nothing is dropped afterwards, no more than all can be needed.
                 if allowed < needed + own and (decodes or allowed < length):
                     raise InputError(
@@ -133,7 +137,8 @@ def _check_stored(cache: SieveCache, new: ProtectedTokens) -> None:
     """Tokens of earlier turns can be held only while every layer and head still has them."""
     short_prompt = cache.conversation.short_prompt
     if short_prompt is not None:
-        given, read = new.needed(short_prompt.length), short_prompt.token_index.cpu()
+        given = new.needed(short_prompt.length)
+        read = short_prompt.token_index.cpu()
         if given != new.reindexed(read).needed(read.shape[1]):
             raise InputError(
                 "protect= and quotas= ask for tokens of an earlier turn, which were not read again; ask in the call "

@@ -69,7 +69,8 @@ def drafted(
     Raises:
         InputError: the conversation is longer than the draft's context.
     """
-    propagator, start = plan.propagate, cache.turn.start
+    propagator = plan.propagate
+    start = cache.turn.start
     assert isinstance(propagator, DraftPropagator)
     model.check_tokens(cache, 0, input_ids)
     real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool().to(input_ids.device)
@@ -85,7 +86,8 @@ def drafted(
 def _scores(model: AttachedModel, propagator: DraftPropagator, ids: list[int], chunk: int | None) -> Tensor:
     """Return the scores of one row's tokens, float32 [N]."""
     assert model.drafter is not None
-    held, other = propagator.own_tokenizer(), model.drafter.tokenizer
+    held = propagator.own_tokenizer()
+    other = model.drafter.tokenizer
     own = None if held is None else held.tokenizer
     if other is None or _same_tokens(own, other):
         return _attention(model, propagator, ids, chunk)
@@ -131,11 +133,13 @@ def text_and_spans(tokenizer: Any, ids: list[int]) -> tuple[str, Spans]:
         again = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         if again["input_ids"] == ids:
             return text, again["offset_mapping"]
-    spans, end = [], 0
+    spans = []
+    end = 0
     for place in range(len(ids)):
         before = ids[max(0, place - _BEFORE) : place]
         more = len(_decoded(tokenizer, [*before, ids[place]])) - len(_decoded(tokenizer, before))
-        start, end = end, min(max(end + more, end), len(text))
+        start = end
+        end = min(max(end + more, end), len(text))
         spans.append((start, end))
     return text, spans
 
@@ -148,18 +152,22 @@ def _decoded(tokenizer: Any, ids: list[int]) -> str:
 def _attention(model: AttachedModel, propagator: DraftPropagator, ids: list[int], chunk: int | None) -> Tensor:
     """Let the draft read a prompt and go on from it; return the prompt's scores, float32 [N]."""
     assert model.drafter is not None
-    prompt, seen = len(ids), dict[int, Any]()
+    prompt = len(ids)
+    seen = dict[int, Any]()
     with model.drafter.opened() as draft:
-        steps, config = propagator.steps(), draft.config
+        steps = propagator.steps()
+        config = draft.config
         context = context_of(config)
         if context is not None and prompt + steps - 1 > context:
             raise InputError(
                 f"the draft counts {prompt} tokens and drafts {steps - 1} more, and its context is {context}: use a "
                 "draft with a longer context, or another method"
             )
-        cache, stops = draft.new_cache(), _ends(draft)
+        cache = draft.new_cache()
+        stops = _ends(draft)
         cache.begin_turn(prompt, steps)
-        fed, result = torch.tensor([ids], device=draft.model.device), None
+        fed = torch.tensor([ids], device=draft.model.device)
+        result = None
         for start in range(0, prompt, chunk or prompt):
             end = min(start + (chunk or prompt), prompt)
             last = end == prompt

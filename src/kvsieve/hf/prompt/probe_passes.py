@@ -36,7 +36,8 @@ class _CacheBranch:
         self, *, observe: Observe | None = None, evict: Evictor | None = None, logits: bool = False
     ) -> Tensor | None:
         seen = self.cache.num_seen
-        ids, real = self._passes.ids[:, seen:], self._passes.real[:, seen:]
+        ids = self._passes.ids[:, seen:]
+        real = self._passes.real[:, seen:]
         return self._feed(ids, real, observe, evict, logits)
 
     def feed(
@@ -47,8 +48,10 @@ class _CacheBranch:
     def _feed(
         self, ids: Tensor, real: Tensor | None, observe: Observe | None, evict: Evictor | None, logits: bool
     ) -> Tensor | None:
-        model, cache = self._passes.model, self.cache
-        known, real = cache.conversation.mask, None if real is None or bool(real.all()) else real
+        model = self._passes.model
+        cache = self.cache
+        known = cache.conversation.mask
+        real = None if real is None or bool(real.all()) else real
         mask = None
         if known is not None or real is not None:
             known = ids.new_ones(len(ids), cache.num_seen) if known is None else known.long()
@@ -67,7 +70,8 @@ class _ModelPasses:
     """See roles.ProbePasses."""
 
     def __init__(self, model: AttachedModel, cache: SieveCache, ids: Tensor, mask: Tensor | None) -> None:
-        self.model, self.cache = model, cache
+        self.model = model
+        self.cache = cache
         self.ids = ids.to(model.model.device)
         self.real = torch.ones_like(self.ids, dtype=torch.bool) if mask is None else mask.to(self.ids.device).bool()
         ends = model.model.generation_config.eos_token_id

@@ -16,6 +16,7 @@ from kvsieve.hf.prompt.options import ReadOptions, shifted
 from kvsieve.hf.prompt.reread import forget_other_tables, length_in_cache
 from kvsieve.hf.prompt.short import ids_and_mask, read_short_prompt
 from kvsieve.hf.runtime import AttachedModel
+from kvsieve.planning.plans import Plan
 
 
 def read_prompt(
@@ -43,14 +44,11 @@ def read_prompt(
         InputError: a prompt, or constraints, that do not fit.
         PlanError: the plan lacks a tokenizer.
     """
-    plan, constraints = model.plan, options.constraints
+    plan = model.plan
+    constraints = options.constraints
     if isinstance(cache, SieveCache) and cache.conversation.half_read and not plan.shortens_prompt:
         options = dataclasses.replace(options, goes_on=True)
-    if plan.lacks_tokenizer:
-        raise PlanError(
-            f"{plan.name} feeds texts to a model, and there is no tokenizer to make token ids of them: use "
-            "attach(model, plan, tokenizer=tokenizer), or attach plan.for_tokenizer(tokenizer)"
-        )
+    _check_tokenizer(plan)
     check_callable("progress", options.progress)
     model.check_cache(cache)
     ends = cache.conversation.ends
@@ -58,14 +56,16 @@ def read_prompt(
         ends = cache.conversation.ends = ends.begin_turn(input_ids, cache.conversation.caller_length_and_mask()[0])
         input_ids = ends.as_read(input_ids)
     mask = whole_mask(model, input_ids, attention_mask, cache, options.pad_token_id)
-    length, conversation = input_ids.shape[1], cache.conversation
+    length = input_ids.shape[1]
+    conversation = cache.conversation
     asked = constraints.checked_question(conversation.caller_length_and_mask()[0], mask, length)
     check_prompt(model, input_ids, mask, reduced=constraints.reduce, question=asked, window=options.window)
     question = question_columns(mask, asked)
     check_chunk(options.chunk)
     protected = constraints.protected_tokens(plan, cache, mask, input_ids.shape, question)
     protected = None if protected is None else protected.to(model.model.device)
-    context, context_mask = input_ids, mask
+    context = input_ids
+    context_mask = mask
     if question:
         context = input_ids[:, :-question]
         context_mask = None if mask is None else mask[:, :-question]
@@ -94,3 +94,12 @@ def read_prompt(
         read_chunks(model, ids, mask, cache, dataclasses.replace(options, progress=progress), question=question)
     cache.turn.record.reread = reread
     return ids, mask
+
+
+def _check_tokenizer(plan: Plan) -> None:
+    """Raise PlanError for a plan that needs a tokenizer and has none."""
+    if plan.lacks_tokenizer:
+        raise PlanError(
+            f"{plan.name} feeds texts to a model, and there is no tokenizer to make token ids of them: use "
+            "attach(model, plan, tokenizer=tokenizer), or attach plan.for_tokenizer(tokenizer)"
+        )

@@ -42,17 +42,20 @@ def forget_other_tables(model: AttachedModel, cache: SieveCache, length: int) ->
     if not before.num_seen or model.facts.tables.same(before.table_lengths, length):
         return 0
     cache.reset()
-    cache.conversation.short_prompt, cache.conversation.protected = before.short_prompt, before.protected
+    cache.conversation.short_prompt = before.short_prompt
+    cache.conversation.protected = before.protected
     cache.conversation.ends = None if before.ends is None else dataclasses.replace(before.ends, fed=False)
     return before.num_seen
 
 
 def tokens_before_border(model: AttachedModel, cache: SieveCache, most: int) -> int:
     """Return how many tokens, at most `most`, follow a cache before generate would read everything again."""
-    tables, conversation = model.facts.tables, cache.conversation
+    tables = model.facts.tables
+    conversation = cache.conversation
     if not tables.depend or not rereads_at_border(model.model):
         return most
-    used, length = conversation.table_lengths, conversation.longest
+    used = conversation.table_lengths
+    length = conversation.longest
     return next((count for count in range(most) if not tables.same(used, length + count + 1)), most)
 
 
@@ -101,7 +104,8 @@ def logits_at_border(
         options: of the prompt.
         answered: tokens of the answer among ids.
     """
-    mask, ids = None, ids.to(model.model.device)
+    mask = None
+    ids = ids.to(model.model.device)
     if cache.conversation.short_prompt is not None:
         ids, mask = ids_and_mask(cache, ids, None, cache.conversation.protected, 0)
     read_again(model, ids, mask, cache, options, answered)

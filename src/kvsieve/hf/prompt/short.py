@@ -52,20 +52,18 @@ def read_short_prompt(
     cache.conversation.ends = None if ends is None else dataclasses.replace(ends, fed=False)
     token_index, real = _true_tokens(input_ids, mask)
     lengths = tuple(real.sum(-1).tolist())
-    evictor, propagator, reduce = model.plan.evict, model.plan.propagate, options.constraints.reduce
-    plan = Plan(
-        evict=None if isinstance(evictor, ChunkedEvictor) else evictor,
-        prefill=model.plan.prefill,
-        codec=model.plan.codec,
-        rest=model.plan.rest,
-        name=model.plan.name,
-    )
+    propagator = model.plan.propagate
+    reduce = options.constraints.reduce
+    plan = _plan_after(model.plan)
     report: dict[str, Any] = {"idle": _IDLE}
-    wanted, before, compressed = lengths, 0, None
-    if isinstance(evictor, ChunkedEvictor) and reduce:
+    wanted = lengths
+    before = 0
+    compressed = None
+    if isinstance(model.plan.evict, ChunkedEvictor) and reduce:
         shown = dataclasses.replace(options, progress=shifted(options.progress, 0, token_index.shape[1] + question))
         compressed = compress(model, cache, input_ids, token_index, real, shown, protected)
-        token_index, real = compressed.token_index, compressed.token_index >= 0
+        token_index = compressed.token_index
+        real = compressed.token_index >= 0
     elif propagator is not None and reduce:
         wanted = tuple(min(propagator.reread_tokens(length), length) for length in lengths)
     if wanted != lengths:
@@ -84,19 +82,32 @@ def read_short_prompt(
     cache.conversation.short_prompt = ShortPrompt(plan, marked, input_ids.shape[1], given, lengths, protected, layers)
     # Where heads hold different tokens, nothing is evicted after this.
     cache.conversation.protected = None if protected is None or layers else protected.reindexed(marked)
-    filler = options.pad_token_id or 0
-    ids = input_ids.gather(1, token_index.clamp_min(0)).masked_fill(~real, filler)
+    ids = input_ids.gather(1, token_index.clamp_min(0)).masked_fill(~real, options.pad_token_id or 0)
     end = ids.shape[1] + question
     shown = dataclasses.replace(options, progress=shifted(options.progress, before, before + end))
     read_chunks(model, ids, real.long(), cache, shown, prompt_end=end)
-    record, kept = cache.turn.record, tuple(real.sum(-1).tolist())
+    record = cache.turn.record
+    kept = tuple(real.sum(-1).tolist())
     if compressed is not None:
-        record.asked, record.raised_to, record.evicted = compressed.asked, compressed.raised_to, set(layers)
+        record.asked = compressed.asked
+        record.raised_to = compressed.raised_to
+        record.evicted = set(layers)
         return
     record.report = report
     record.propagated = max(kept) if kept != lengths else None
     if plan.evict is None and propagator is not None and reduce:
         record.asked = max(wanted)
+
+
+def _plan_after(plan: Plan) -> Plan:
+    """Return the plan that acts on the chosen tokens."""
+    return Plan(
+        evict=None if isinstance(plan.evict, ChunkedEvictor) else plan.evict,
+        prefill=plan.prefill,
+        codec=plan.codec,
+        rest=plan.rest,
+        name=plan.name,
+    )
 
 
 def ids_and_mask(
@@ -108,7 +119,8 @@ def ids_and_mask(
     """
     short = cache.conversation.short_prompt
     assert short is not None
-    read, rest = short.token_index.to(input_ids.device), input_ids[:, short.length :]
+    read = short.token_index.to(input_ids.device)
+    rest = input_ids[:, short.length :]
     later = torch.ones_like(rest) if mask is None else mask[:, short.length :].long()
     real = torch.cat([(read >= 0).long(), later], 1)
     ids = torch.cat([input_ids.gather(1, read.clamp_min(0)).masked_fill(read < 0, filler), rest], 1)

@@ -59,7 +59,10 @@ class Library:
     def __init__(
         self, loaded: ctypes.CDLL | None, reason: str | None, seconds: float | None = None, compiled: bool = False
     ) -> None:
-        self.loaded, self.reason, self.seconds, self.compiled = loaded, reason, seconds, compiled
+        self.loaded = loaded
+        self.reason = reason
+        self.seconds = seconds
+        self.compiled = compiled
 
     @property
     def on_threads(self) -> bool:
@@ -129,7 +132,8 @@ def _load_or_compile(name: Name) -> Library:
 
 def threaded(name: Name) -> Library:
     """Return `library`, but no single-threaded kernels if torch uses several threads."""
-    found, threads = library(name), torch.get_num_threads()
+    found = library(name)
+    threads = torch.get_num_threads()
     if found.loaded is None or found.on_threads or threads == 1:
         return found
     return _with_warning(Library(None, f"the compiler has no OpenMP, and torch has {threads} threads"))
@@ -147,7 +151,8 @@ def function(name: Name, symbol: str, *arguments: Any, returns: Any = None) -> C
     loaded = library(name).loaded
     assert loaded is not None
     found: Any = getattr(loaded, symbol)
-    found.argtypes, found.restype = arguments or (ctypes.c_void_p, ctypes.c_int64), returns
+    found.argtypes = arguments or (ctypes.c_void_p, ctypes.c_int64)
+    found.restype = returns
     return found
 
 

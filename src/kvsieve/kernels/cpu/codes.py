@@ -48,7 +48,8 @@ def fit_levels(x: Tensor, levels: Tensor, starts: Sequence[float], *, products: 
         float32 [..., 1]; NaN or infinite where a vector is.
     """
     made = torch.empty(*x.shape[:-1], 1)
-    positive, given = levels[len(levels) // 2 :].contiguous(), torch.tensor(starts)
+    positive = levels[len(levels) // 2 :].contiguous()
+    given = torch.tensor(starts)
     job = _Fields(vectors=made.numel(), size=x.shape[-1], half=len(positive), begins=len(given))
     job.products = products
     job.x, job.levels, job.starts, job.scale = x.data_ptr(), positive.data_ptr(), given.data_ptr(), made.data_ptr()
@@ -85,7 +86,8 @@ def shape_codes(x: Tensor, metric: Tensor, rows: Tensor, levels: Tensor, codes: 
         codes: uint8 [N, T, D], contiguous.
         rounds: times that each code is chosen.
     """
-    made, positive = torch.empty(*x.shape[:-1], 1), levels[len(levels) // 2 :].contiguous()
+    made = torch.empty(*x.shape[:-1], 1)
+    positive = levels[len(levels) // 2 :].contiguous()
     job = _Fields(vectors=made.numel(), size=x.shape[-1], half=len(positive), each=x.shape[1], rounds=rounds)
     job.x, job.metric, job.rows, job.levels = x.data_ptr(), metric.data_ptr(), rows.data_ptr(), positive.data_ptr()
     job.scale, job.codes = made.data_ptr(), codes.data_ptr()

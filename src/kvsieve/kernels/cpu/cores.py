@@ -53,14 +53,17 @@ class Meter:
     """Meter of how many of this process's cores others keep busy. cores: those it may run on."""
 
     def __init__(self, read: Callable[[], Use | None] = read_use) -> None:
-        self._read, self._lock = read, threading.Lock()
+        self._read = read
+        self._lock = threading.Lock()
         self.cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._last, self._others = read(), 0.0
+        self._last = read()
+        self._others = 0.0
 
     def begin(self) -> None:
         """Discard old measurements at the start of a pass."""
         if self._last is not None and time.perf_counter() - self._last.clock > _OLD:
-            self._last, self._others = self._read(), 0.0
+            self._last = self._read()
+            self._others = 0.0
 
     def others(self) -> float:
         """Return how many cores others have used, on average, since the last reading."""
@@ -92,13 +95,15 @@ def threads_beside(asked: int, cores: int, others: float) -> int:
 class _Own(threading.local):
     """State of one thread: depth of nested passes, and torch's threads before the outermost (`asked`)."""
 
-    depth, asked = 0, 0
+    depth = 0
+    asked = 0
 
 
 _own = _Own()
 _meter: Meter | None = None
 # Threads that some pass has found and the number it has set; equal if it leaves no core to others.
-_found, _left = 0, 0
+_found = 0
+_left = 0
 
 
 def asked_threads() -> int:
@@ -143,5 +148,6 @@ def look() -> None:
 
 def _set(threads: int) -> None:
     global _found, _left
-    _found, _left = _own.asked, threads
+    _found = _own.asked
+    _left = threads
     torch.set_num_threads(threads)

@@ -34,7 +34,8 @@ class KernelFolders:
 
 
 def kernel_folders() -> KernelFolders:
-    usable, refused = [], []
+    usable = []
+    refused = []
     for folder in dict.fromkeys((cache_folder(), temporary_dir() / "kernels")):
         try:
             make_private(folder)

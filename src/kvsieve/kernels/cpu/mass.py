@@ -11,7 +11,8 @@ from kvsieve.kernels.inputs import Queries
 from kvsieve.lazy import Tensor, torch
 
 # Entries per product, see mass.c; least number of queries for which it pays to lay out all keys.
-_TILE, _LEAST = 64, 4
+_TILE = 64
+_LEAST = 4
 
 
 class _MassFields(Structure):
@@ -59,7 +60,8 @@ def query_mass(
         float32 [B, Hq, entries].
     """
     batch, query_heads, count, dim = asked.query.shape
-    heads, length = keys.shape[1], keys.shape[2]
+    heads = keys.shape[1]
+    length = keys.shape[2]
     entries = length if entries is None else entries
     query, keys = (_in_pairs(each) for each in (asked.query, keys))
     # Only dimensions that differ between entries have to be adjacent in memory.

@@ -53,7 +53,8 @@ class PackedPart:
     """
 
     def __init__(self, parts: dict[str, Tensor | None], levels: Tensor | None, bits: int, dim: int, group: int) -> None:
-        packed, places = parts["packed"], parts["places"]
+        packed = parts["packed"]
+        places = parts["places"]
         assert packed is not None
         self.held = parts, levels
         addresses = (_address(parts[name]) for name in ("packed", "scale", "zero"))
@@ -169,7 +170,8 @@ def _run(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the kernel. ends: sinks and output tensor; None for neither."""
     rows, groups, dim, wide = shape
-    per_row, splits = 0, 0
+    per_row = 0
+    splits = 0
     asked: list[Tensor | None] = [None] * 5
     if encoded is not None:
         per_row = encoded.table.shape[1]

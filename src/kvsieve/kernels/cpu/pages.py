@@ -74,7 +74,9 @@ def choose_pages(
     job.bounds, job.question, job.table = bounds.data_ptr(), question.data_ptr(), table.data_ptr()
     job.sizes, job.counts, job.chosen = sizes.data_ptr(), counts.data_ptr(), chosen.data_ptr()
     job.parts = parts
-    job.page, job.halves, job.half = page, halves, bounds.dtype == torch.bfloat16
+    job.page = page
+    job.halves = halves
+    job.half = bounds.dtype == torch.bfloat16
     _, choose, needed = _kernels()
     threads = torch.get_num_threads()
     job.bytes = needed(byref(job))

@@ -36,7 +36,8 @@ class Weight:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> None:
         # Keeps their memory alive while it may be read.
-        self.weight, self._bias = weight, bias
+        self.weight = weight
+        self._bias = bias
         own = weight.dtype
         self.width, inner = weight.shape
         at = 0 if bias is None else bias.data_ptr()

@@ -16,9 +16,12 @@ from kvsieve.kernels.inputs import PromptGrid, Queries
 # Entries that the kernel processes at a time; see prompt.c.
 _TILE = 128
 # Queries of a KV head that the kernel of few tokens takes; entries from which on a KV row is worth several threads.
-_FEW, _LONG = 128, 1024
+_FEW = 128
+_LONG = 1024
 # Sizes of blocks, and channels of keys and values, are multiples of these.
-_BLOCK, _KEY, _VALUE = 64, 2, 16
+_BLOCK = 64
+_KEY = 2
+_VALUE = 16
 
 
 class _PromptFields(Structure):
@@ -68,7 +71,8 @@ def block_attention(
     Arguments and result as in `kernels.blocks.block_attention`.
     """
     batch, query_heads, new, dim = asked.query.shape
-    heads, wide = keys.shape[1], values.shape[-1]
+    heads = keys.shape[1]
+    wide = values.shape[-1]
     query, keys, values = (part if part.stride(-1) == 1 else part.contiguous() for part in (asked.query, keys, values))
     before = grid.pad + grid.length - new
     places = -(-(before + (grid.query_blocks - 1) * grid.queries + -(-grid.queries // _TILE) * _TILE) // _TILE) * _TILE

@@ -53,9 +53,11 @@ class RowJob:
 
     def __init__(self, count: int, groups: int, dim: int, wide: int, *, newest: bool, dtype: torch.dtype) -> None:
         self.rows: Array[RowFields] = (RowFields * count)()
-        self._shape, self._bytes = (count, groups, wide), 0
+        self._shape = (count, groups, wide)
+        self._bytes = 0
         self._fields = _JobFields(count=count, groups=groups, dim=dim, wide=wide, newest=newest)
-        self._fields.rows, self._fields.half = addressof(self.rows), dtype == torch.bfloat16
+        self._fields.rows = addressof(self.rows)
+        self._fields.half = dtype == torch.bfloat16
         self._reference = byref(self._fields)
 
     def run(
@@ -73,11 +75,14 @@ class RowJob:
         Returns:
             [X, G, Dv], the only allocation.
         """
-        fields, threads = self._fields, torch.get_num_threads()
+        fields = self._fields
+        threads = torch.get_num_threads()
         out = query.new_empty(self._shape)
         fields.query, fields.out = query.data_ptr(), out.data_ptr()
         fields.sinks = None if sinks is None else sinks.data_ptr()
-        fields.more, fields.scale, fields.cap = more, scale, cap or 0.0
+        fields.more = more
+        fields.scale = scale
+        fields.cap = cap or 0.0
         while True:
             scratch = _scratch(self._bytes * threads)
             fields.scratch, fields.bytes = scratch.data_ptr(), scratch.numel() // threads // 64 * 64

@@ -101,8 +101,10 @@ def _run(
     out = torch.empty_like(query)
     fields.query, fields.keys, fields.values, fields.out = (part.data_ptr() for part in (query, keys, values, out))
     fields.batch, fields.heads, fields.size = shape
-    fields.groups, fields.dim = query.shape[1] // shape[1], query.shape[3]
-    fields.half, fields.scale = query.dtype == torch.bfloat16, scale
+    fields.groups = query.shape[1] // shape[1]
+    fields.dim = query.shape[3]
+    fields.half = query.dtype == torch.bfloat16
+    fields.scale = scale
     _kernel()(byref(fields), torch.get_num_threads())
     return out
 

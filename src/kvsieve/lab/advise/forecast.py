@@ -19,10 +19,14 @@ from kvsieve.lab.tasks.needle import Needle
 from kvsieve.planning.plans import Plan
 
 # Limits on one prefill and on the whole measurement for the default length, in seconds.
-_READING, _ALL = 30.0, 1800.0
-_LEAST, _PILOT, _WARM_UP = 1024, 512, 16
+_READING = 30.0
+_ALL = 1800.0
+_LEAST = 1024
+_PILOT = 512
+_WARM_UP = 16
 # Tokens of an answer, on average, and the cost of a batch of answers relative to one.
-_ANSWER, _BATCHED = 45, 1.5
+_ANSWER = 45
+_BATCHED = 1.5
 # Plans measured again on the held-out part, with full KV.
 _AGAIN = 2
 
@@ -52,7 +56,8 @@ def pace(evaluator: Evaluator, context: int) -> Pace:
             )
 
     run(_WARM_UP, 2)
-    reading, more = run(ids.shape[1], 1), run(ids.shape[1], 5)
+    reading = run(ids.shape[1], 1)
+    more = run(ids.shape[1], 5)
     return Pace(reading / ids.shape[1], max((more - reading) / 4, reading / ids.shape[1]))
 
 

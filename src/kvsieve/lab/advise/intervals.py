@@ -9,10 +9,12 @@ import numpy as np
 
 LEVEL = 0.95
 # Losses smaller than this are rounding; a sample's loss is hardly ever larger than that, in nats per token.
-FLOOR, MOST = 1e-4, 8.0
+FLOOR = 1e-4
+MOST = 8.0
 # Prior of the logarithms' standard deviation in a task, and its weight in degrees of freedom: in evaluations of two
 # models it was between 0.6 and 2.3.
-SPREAD, BELIEF = 1.5, 2
+SPREAD = 1.5
+BELIEF = 2
 _DRAWS = 4000
 
 

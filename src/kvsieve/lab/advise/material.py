@@ -22,7 +22,9 @@ PROBES = ("ruler_niah_single_3", "passkey64")
 TASKS = ("needle", "ruler_niah_multikey_1", "ruler_qa_1", *PROBES)
 _ANSWER = 32
 # Questions needed: in all; in each part for parts of different documents; and for no caution.
-_LEAST, _ENOUGH, _FEW = 3, 2, 10
+_LEAST = 3
+_ENOUGH = 2
+_FEW = 10
 # Evaluation and calibration draw their samples with smaller seeds.
 _SEED = 3 * 10**6
 _INDICES = 10**6
@@ -87,13 +89,15 @@ def from_file(path: Path) -> AdviceMaterial:
 
     Raises InputError for any other file.
     """
-    path, caution = Path(os.path.expanduser(path)), None
+    path = Path(os.path.expanduser(path))
+    caution = None
     task: Task
     if not path.is_file():
         raise InputError(f"--task must name a text or a file of JSON lines, got {str(path)!r}, which is no file")
     if path.name.endswith(SUFFIXES):
         rows = rows_task(path, answer_tokens=_ANSWER, owner="kvsieve advise --task")
-        task, caution = rows, _caution(rows)
+        task = rows
+        caution = _caution(rows)
     else:
         task = _windows(path)
     return AdviceMaterial(path.name, (task,), tuple(chosen_tasks(PROBES)), len(TASKS), caution)
@@ -139,7 +143,8 @@ def _parts(task: DocumentTask) -> tuple[list[int], list[int]]:
     every = range(len(task))
     chosen, held = ([index for index in every if task.document(index) % 2 == part] for part in (0, 1))
     if min(len(chosen), len(held)) < _ENOUGH:
-        chosen, held = [*every[::2]], [*every[1::2]]
+        chosen = [*every[::2]]
+        held = [*every[1::2]]
     return chosen, held
 
 
@@ -152,7 +157,8 @@ def _caution(task: DocumentTask) -> str | None:
         )
     chosen, held = _parts(task)
     documents = [{task.document(index) for index in part} for part in (chosen, held)]
-    shared, count = documents[0] & documents[1], len(set.union(*documents))
+    shared = documents[0] & documents[1]
+    count = len(set.union(*documents))
     about = "one document" if count == 1 else f"{count} documents"
     asked = f"{len(task)} questions about {about}: some choose the plan, the others state its loss"
     few = "and little of other questions" if len(held) < _FEW else ""

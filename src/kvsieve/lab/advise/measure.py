@@ -20,7 +20,8 @@ from kvsieve.methods.base import skipped
 from kvsieve.planning.plans import Plan
 
 # An answer counts as given from this score, and as lost below full KV's score less this.
-_GIVEN, _LESS = 0.5, 0.01
+_GIVEN = 0.5
+_LESS = 0.01
 Step = Callable[[str], None]
 
 
@@ -50,7 +51,8 @@ class Losses:
         self.score.setdefault(task, []).append(outcome.metrics["score"])
         self.full_score.setdefault(task, []).append(full.metrics["score"])
         self.acted = self.acted and (outcome.applied or plan.roles == ())
-        record, evict = outcome.record, plan.evict
+        record = outcome.record
+        evict = plan.evict
         tokens = record.prompt_tokens - record.question
         for layer, entries in record.kept.items():
             if evict is not None and entries - record.question < tokens:
@@ -135,9 +137,12 @@ def memory_at(evaluator: Evaluator, plan: Plan, context: int, kept: Mapping[int,
     """
     if plan.shortens_prompt:
         raise PlanError(f"advise does not know what {plan.name!r} stores at another context; use `kvsieve eval`")
-    model, total, shapes = evaluator.model, 0, shapes_of(evaluator.model)
+    model = evaluator.model
+    total = 0
+    shapes = shapes_of(evaluator.model)
     for index, shape in enumerate(shapes):
-        entries, aside = float(context), 0.0
+        entries = float(context)
+        aside = 0.0
         if plan.rest is not None and plan.evict is not None and not skipped(plan.evict.skip_layers, index, len(shapes)):
             # Everything is stored, so the stored entries do not show how many are exact.
             entries = min(entries, plan.evict.entries(context, NEW_TOKENS))

@@ -131,7 +131,8 @@ def advise(
     options.check(context_of(model.config))
     settings, left_out = candidates(evaluator, options)
     per_part = options.samples * material.per_task * len(material.tasks)
-    found, batch = pace(evaluator, options.measure_at or options.context), evaluator.batch
+    found = pace(evaluator, options.measure_at or options.context)
+    batch = evaluator.batch
     count = evaluator.prompter.count
     length = material.longest(chosen_length(options, settings, per_part, found, batch), count)
     if announce is not None:
@@ -219,7 +220,8 @@ def _survival(
     found: dict[str, dict[float, tuple[str, bool]]] = {task: {} for task in lost}
     others = [each.setting for each in measured if each.setting.label == mine.label]
     if share is not None and "budget" in mine.parameters:
-        model, tokenizer = evaluator.model, evaluator.prompter.tokenizer
+        model = evaluator.model
+        tokenizer = evaluator.prompter.tokenizer
         known = {each.budget for each in others}
         larger = [{**mine.given, "budget": budget} for budget in _LARGER if budget not in known]
         extra = [setting(mine.method, given).for_model(model, tokenizer) for given in larger]
@@ -250,7 +252,9 @@ class _Steps:
     """Progress counted in samples and timed runs."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
-        self.progress, self.total, self.count = progress, total, 0
+        self.progress = progress
+        self.total = total
+        self.count = 0
 
     def __call__(self, what: str) -> None:
         if self.progress is not None:

@@ -29,8 +29,10 @@ def candidates(evaluator: Evaluator, options: AdviceOptions) -> tuple[list[Metho
     fits into the memory.
     """
     too_large: list[tuple[int, str]] = []
-    model, tokenizer = evaluator.model, evaluator.prompter.tokenizer
-    found, left_out = [setting(FULL, {})], []
+    model = evaluator.model
+    tokenizer = evaluator.prompter.tokenizer
+    found = [setting(FULL, {})]
+    left_out = []
     for method, given in crossed(options.methods, options.codecs, options.rests, options.prefills):
         if method == FULL and not given.keys() & {"codec", "prefill"}:
             continue
@@ -75,7 +77,8 @@ def _without_binding_floor(method: str, given: dict[str, Any], context: int) -> 
 
     Plans are measured without a floor, and the recommended one must keep what was measured.
     """
-    usual, measured = plan(method, **given), plan_without_floor(method, **given)
+    usual = plan(method, **given)
+    measured = plan_without_floor(method, **given)
     budgets = [[budget for role in made.roles for budget in budgets_of(vars(made)[role])] for made in (usual, measured)]
     shares = [(one, other) for one, other in zip(*budgets, strict=True) if one.ratio is not None]
     binds = any(one.entries(context) != other.entries(context) for one, other in shares)
@@ -109,7 +112,8 @@ def _largest_share(evaluator: Evaluator, options: AdviceOptions, method: str, gi
         plan = plan.for_model(evaluator.model, evaluator.prompter.tokenizer)
         return least_memory_at(evaluator, plan, options.context) <= limit
 
-    low, high = 0, _STEPS - 1
+    low = 0
+    high = _STEPS - 1
     if fits(high):
         return high / _STEPS
     while high - low > 1:

@@ -156,7 +156,8 @@ def _row_bytes(
     plan: Plan, geometry: Geometry, index: int, entries: int, sets: int, element_bytes: int, seen: int
 ) -> int:
     """Return the bytes of keys and values of one row in a layer after `seen` tokens."""
-    layer, shape = geometry.layers[index], geometry.shapes[index]
+    layer = geometry.layers[index]
+    shape = geometry.shapes[index]
     if not layer.kind.grows:
         return entries * layer.kv_elements * sets * element_bytes
     held: float = entries * layer.kv_elements * element_bytes

@@ -25,7 +25,8 @@ _UNKNOWN = 512 << 20
 # Weights of attention that methods make at once.
 _BLOCK = 1 << 25
 # Float32 numbers per query head and token that choosing entries takes; bytes per byte of KV that readers index it with.
-_SCORES, _INDEX = 4, 0.5
+_SCORES = 4
+_INDEX = 0.5
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,11 @@ def footprint(config: Any, dtype: str = "auto", device: str | None = None) -> Fo
     Raises:
         UnsupportedModelError: the shapes of the model's layers are not known.
     """
-    found, where = geometry(config), torch.device(default_device() if device is None else device)
+    found = geometry(config)
+    where = torch.device(default_device() if device is None else device)
     chosen = auto_dtype(where).dtype if dtype == "auto" else getattr(torch, dtype, config.dtype)
-    weights, on_cpu = found.parameters * chosen.itemsize, where.type == "cpu"
+    weights = found.parameters * chosen.itemsize
+    on_cpu = where.type == "cpu"
     return Footprint(
         model=found.model,
         shapes=found.shapes,

@@ -34,7 +34,9 @@ class LoadTest:
     def __init__(
         self, client: ServerClient, text: Tensor, new_tokens: int, start: int | None = None, *, again: bool = True
     ) -> None:
-        self.client, self.new_tokens, self.again = client, new_tokens, again
+        self.client = client
+        self.new_tokens = new_tokens
+        self.again = again
         self._text: list[int] = text[0].tolist()
         self.start = secrets.randbelow(len(self._text)) if start is None else start
         self._at = self.start
@@ -44,7 +46,8 @@ class LoadTest:
 
     def prompt(self, length: int) -> list[int]:
         with self._lock:
-            at, self._at = self._at, self._at + length
+            at = self._at
+            self._at = self._at + length
         return list(itertools.islice(self._endless(at), length))
 
     def _endless(self, at: int) -> Iterator[int]:

@@ -61,7 +61,8 @@ def main() -> None:
     import torch
     import transformers
 
-    plain, memory = _load(here / "plain.py"), _load(here.parent / "hf" / "generate" / "peak_memory.py")
+    plain = _load(here / "plain.py")
+    memory = _load(here.parent / "hf" / "generate" / "peak_memory.py")
     torch.set_num_threads(arguments.threads)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         arguments.model, dtype=getattr(torch, arguments.dtype), attn_implementation="sdpa"

@@ -63,7 +63,8 @@ def read_and_decode(
     chosen = time.perf_counter()
     if first is not None:
         first()
-    after_prompt, tokens = held_bytes(cache), [token]
+    after_prompt = held_bytes(cache)
+    tokens = [token]
     started = time.perf_counter()
     for at in range(length, length + new_tokens - 1):
         tokens.append(step(tokens[-1], at))

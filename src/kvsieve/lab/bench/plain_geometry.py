@@ -13,7 +13,8 @@ from kvsieve.models import checkpoint_source, demo
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 # Types of gated decoders, and parameters of a layer's attention besides its products: biases and norms of heads.
-_BIASED, _NORMED = {"qwen2"}, {"qwen3"}
+_BIASED = {"qwen2"}
+_NORMED = {"qwen3"}
 _TYPES = {"llama", "mistral", "phi3", *_BIASED, *_NORMED}
 # Settings that make them other decoders.
 _OTHER = ("attention_bias", "mlp_bias", "use_sliding_window", "sliding_window", "num_experts", "kv_lora_rank")

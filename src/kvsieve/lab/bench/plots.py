@@ -35,7 +35,8 @@ def latency(report: dict[str, Any]) -> Figure:
     """Draw a panel per length: stacked seconds to the first token and for all later ones, each with its limit."""
     from matplotlib.patches import Patch
 
-    names, lengths = _names(report), sorted(report["lengths"], key=int)
+    names = _names(report)
+    lengths = sorted(report["lengths"], key=int)
     chosen = _looks(names)
     after = report["new_tokens"] - 1
     figure = new_figure(2.6 + 2.1 * len(lengths) + 1.6, max(2.4, 0.9 + 0.3 * len(names)))
@@ -44,7 +45,8 @@ def latency(report: dict[str, Any]) -> Figure:
         summary = report["lengths"][length]["summary"]
         for place, name in enumerate(names):
             row = summary[name]
-            prompt, answer = row["ttft_s"]["median"], after * row["tpot_s"]["median"]
+            prompt = row["ttft_s"]["median"]
+            answer = after * row["tpot_s"]["median"]
             colour = chosen[name].colour
             # The peer's are hatched: colours are few.
             how: dict[str, Any] = {"height": 0.62, "color": colour, "edgecolor": "white", "linewidth": 0}
@@ -69,7 +71,8 @@ def latency(report: dict[str, Any]) -> Figure:
 
 def scaling(report: dict[str, Any]) -> Figure:
     """Draw the time to first token and per later token against the prompt's length; dotted: the limit."""
-    names, lengths = _names(report), sorted(report["lengths"], key=int)
+    names = _names(report)
+    lengths = sorted(report["lengths"], key=int)
     chosen = _looks(names)
     legend = [*(_marked(name, report) for name in names), _LIMIT]
     figure = new_figure(2 * 3.1 + _LEGEND_WIDTH, max(3.2, legend_height(legend)))

@@ -36,7 +36,8 @@ def row_lengths(length: int, rows: int) -> list[int]:
 
 def make_rows(text: Tensor, length: int, rows: int) -> list[TokensPrompt]:
     """Return one prompt per row, of `row_lengths`, each another part of the text (which repeats after its end)."""
-    prompts, start = [], 0
+    prompts = []
+    start = 0
     for size in row_lengths(length, rows):
         at = torch.arange(start, start + size) % text.shape[1]
         prompts.append(TokensPrompt(text[:, at]))
@@ -76,7 +77,8 @@ def lengths_of(model: Any, lengths: list[int], new_tokens: int, *, whole: bool, 
         return sorted(set(lengths))
     most = context - new_tokens
     if fitting and max(lengths) > most:
-        lengths, whole = [length for length in lengths if length <= most], True
+        lengths = [length for length in lengths if length <= most]
+        whole = True
     if lengths and max(lengths) > most:
         raise InputError(
             f"--lengths {max(lengths)} and {new_tokens} new tokens are more than the model's context of {context}"

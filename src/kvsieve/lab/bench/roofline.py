@@ -98,14 +98,18 @@ def _readings(weights: list[Tensor], vectors: dict[int, Tensor]) -> list[Callabl
 def _best_seconds(run: Any, on: Tensor) -> float:
     """Return the least of at least three runs, after a warm-up."""
     run()
-    best, spent, runs = math.inf, 0.0, 0
+    best = math.inf
+    spent = 0.0
+    runs = 0
     while runs < 3 or (spent < LEAST_SECONDS and runs < 50):
         _wait(on)
         began = time.perf_counter()
         run()
         _wait(on)
         took = time.perf_counter() - began
-        best, spent, runs = min(best, took), spent + took, runs + 1
+        best = min(best, took)
+        spent = spent + took
+        runs = runs + 1
     return best
 
 

@@ -12,8 +12,11 @@ from torch import nn
 from kvsieve.hf.compat import AttentionInterface
 from kvsieve.hf.forward.attention import register
 
-ATTENTION, WEIGHTS, REST = "attention", "weights", "rest"
-PROMPT, TOKEN = "prompt", "token"
+ATTENTION = "attention"
+WEIGHTS = "weights"
+REST = "rest"
+PROMPT = "prompt"
+TOKEN = "token"
 
 
 class Spending:
@@ -56,7 +59,8 @@ class Spending:
             handle.remove()
         for name, function in self._functions.items():
             AttentionInterface.register(name, function)
-        self._handles, self._functions = [], {}
+        self._handles = []
+        self._functions = {}
 
     def shares(self) -> dict[str, dict[str, float]]:
         """Return each part's share in its phase; phases without time are omitted."""

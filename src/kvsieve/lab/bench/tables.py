@@ -12,7 +12,9 @@ Table = tuple[str, list[str], list[list[str]]]
 _MIB = 2**20
 _UNKNOWN = "-"
 # Columns of a table 80 characters wide: times, memory, batch.
-_TIMES, _MEMORY, _BATCH = (0, 1, 3, 4, 6, 7), (0, 1, 2, 6), (0, 1, 2, 3)
+_TIMES = (0, 1, 3, 4, 6, 7)
+_MEMORY = (0, 1, 2, 6)
+_BATCH = (0, 1, 2, 3)
 
 
 def tables(report: dict[str, Any], *, wide: bool = True) -> list[Table]:
@@ -47,7 +49,8 @@ def _narrow(table: Table, columns: Sequence[int]) -> Table:
 
 def notes(report: dict[str, Any]) -> list[str]:
     """Return a line for each contender that did not run as requested; those that did not act first."""
-    silent, notes = [], []
+    silent = []
+    notes = []
     for length, entry in report["lengths"].items():
         for name, row in entry["summary"].items():
             text = f"{length} tokens: {name}: {'; '.join(row['notes'])}"
@@ -170,9 +173,11 @@ def _batch(length: str, summary: dict[str, Any], batch: int) -> Table:
 
 def _beside(length: str, summary: dict[str, Any], peers: list[str]) -> Table:
     # The peer runs a batch's rows one by one only.
-    quantities, said = ("ttft_s", "tpot_s"), "TTFT and TPOT"
+    quantities = ("ttft_s", "tpot_s")
+    said = "TTFT and TPOT"
     if summary[peers[0]]["ttft_s"] is None:
-        quantities, said = ALONE, "one by one, tokens/s while decoding and in all,"
+        quantities = ALONE
+        said = "one by one, tokens/s while decoding and in all,"
     rows = [
         [_name(name, row), *(", ".join(_plain(_ratio(row, peer, q), 1, 2) for q in quantities) for peer in peers)]
         for name, row in summary.items()

@@ -66,7 +66,8 @@ class Work:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._cache = [], None
+        self._handles = []
+        self._cache = None
 
     def to_dict(self) -> dict[str, Any]:
         return {

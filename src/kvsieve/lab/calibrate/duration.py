@@ -16,7 +16,8 @@ from kvsieve.planning.plans import Plan
 from kvsieve.planning.profiles import Fingerprint
 
 # Tokens of the timed passes, which follow a short warm-up.
-_PILOT, _WARM_UP = 1024, 16
+_PILOT = 1024
+_WARM_UP = 16
 
 
 def forecast(model: Any, prompts: Sequence[Prompt], options: Options) -> float:
@@ -28,7 +29,8 @@ def forecast(model: Any, prompts: Sequence[Prompt], options: Options) -> float:
         found = found[-max(1, len(found) // 3) :]
     found = found if "tsp" in options.parts else []
     settings = len(options.kernels) * len(options.windows) * len(options.poolings) * ("pooling" in options.parts)
-    plan, first = Plan(name="full"), prompts[0].ids[:, :_PILOT].to(model.device)
+    plan = Plan(name="full")
+    first = prompts[0].ids[:, :_PILOT].to(model.device)
     read(model, plan, first[:, :_WARM_UP])
     per_token = _seconds(model, lambda: read(model, plan, first)) / first.shape[1]
     alone = _seconds(model, lambda: read(model, plan, first[:, :1]))

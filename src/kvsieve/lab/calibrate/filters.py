@@ -27,7 +27,8 @@ class QuerySums:
 
     def see(self, ctx: LayerContext) -> None:
         queries = ctx.query[0].to("cpu", torch.float64)
-        moment, total = queries.transpose(1, 2) @ queries, queries.sum(1)
+        moment = queries.transpose(1, 2) @ queries
+        total = queries.sum(1)
         layer = ctx.layer_idx
         self.moments[layer] = self.moments.get(layer, torch.zeros_like(moment)) + moment
         self.sums[layer] = self.sums.get(layer, torch.zeros_like(total)) + total
@@ -75,6 +76,7 @@ def _ranks(values: Tensor) -> Tensor:
 
 
 def _pearson(one: Tensor, other: Tensor) -> float:
-    one, other = one - one.mean(), other - other.mean()
+    one = one - one.mean()
+    other = other - other.mean()
     scale = (one.norm() * other.norm()).item()
     return (one @ other).item() / scale if scale else 0.0

@@ -37,7 +37,8 @@ class RetrievalScores:
     def see(self, ctx: LayerContext, ids: Tensor, answer: Tensor) -> None:
         """Add a layer's attention. ctx: a pass over ids [1, N] and answer [1, T] without its last token, unpadded."""
         middle, copied = _places(ids[0], answer[0])
-        count, size = answer.shape[1], ctx.keys.shape[2]
+        count = answer.shape[1]
+        size = ctx.keys.shape[2]
         dtype = score_dtype(ctx.query.dtype)
         query = ctx.query[0, :, -count:].to(dtype).unflatten(0, (ctx.keys.shape[1], -1))
         logits = query @ ctx.keys[0, :, None].to(dtype).transpose(-1, -2) * ctx.scale

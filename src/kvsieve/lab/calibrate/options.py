@@ -12,7 +12,8 @@ from kvsieve.planning.suggestions import did_you_mean
 
 # Answers of the model itself end here: a pass key of 64 digits fits. Heads are measured on its beginning only, since
 # small models continue beyond it.
-ANSWER, BEGINNING = 80, 32
+ANSWER = 80
+BEGINNING = 32
 PARTS = ("pooling", "answers", "tsp", "asl", "heads", "q_filters")
 RULES = ("settled", "argmin")
 

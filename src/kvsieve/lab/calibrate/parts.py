@@ -52,7 +52,8 @@ class Parts:
     total: int = 0
 
     def everything(self, prompts: Sequence[Prompt], held_out: Prompt, stops: Collection[int]) -> None:
-        parts, layers = self.options.parts, self.fingerprint.layers
+        parts = self.options.parts
+        layers = self.fingerprint.layers
         found, why_not = distances.candidates(self.model, layers, self.options.tsp_rate, self.options.max_layer)
         propagates = [part for part in ("tsp", "asl") if part in parts]
         if propagates and not found:
@@ -91,7 +92,8 @@ class Parts:
         wanted = "pooling" in self.options.parts
         evictors = pooling.settings(self.options, min(each.ids.shape[1] for each in prompts)) if wanted else []
         window = max((each.window for each in evictors), default=1)
-        references, found = [], []
+        references = []
+        found = []
         for prompt in prompts:
             self._step("reading prompts")
             shared = read_shared(self.model, None, prompt.ids, torch.ones_like(prompt.ids), window=window)
@@ -121,10 +123,13 @@ class Parts:
 
     def _answers(self, references: Sequence[ReferenceAnswer]) -> None:
         """Find the smallest budget from which SnapKV, as chosen, gives full KV's answer, token by token."""
-        budgets, pooled, found = self.options.budgets, self.pooled, []
+        budgets = self.options.budgets
+        pooled = self.pooled
+        found = []
         for reference in references:
             self._step("testing answers")
-            ids, length = reference.ids, reference.ids.shape[1]
+            ids = reference.ids
+            length = reference.ids.shape[1]
             tested = [each for each in budgets if pooled.window < Budget.parse(each).entries(length)]
             evictors = [replace(pooled, budget=Budget.parse(each)) for each in tested]
             shared = read_shared(self.model, None, ids, torch.ones_like(ids), window=pooled.window)
@@ -143,12 +148,15 @@ class Parts:
 
     def _queries(self, references: Sequence[ReferenceAnswer], held_out: Prompt) -> None:
         """Run prompts with their answers and collect the queries of every layer."""
-        sums, scores = QuerySums(), RetrievalScores()
-        wants_heads, wants_filters = ("heads" in self.options.parts), ("q_filters" in self.options.parts)
+        sums = QuerySums()
+        scores = RetrievalScores()
+        wants_heads = "heads" in self.options.parts
+        wants_filters = "q_filters" in self.options.parts
         for reference in references:
             self._step("reading queries")
 
-            given, answer = reference.ids, reference.answer[:, :BEGINNING]
+            given = reference.ids
+            answer = reference.answer[:, :BEGINNING]
 
             def see(ctx: LayerContext, given: Tensor = given, answer: Tensor = answer) -> None:
                 if wants_filters:
@@ -194,8 +202,10 @@ class Parts:
         }
 
     def _tsp(self, references: Sequence[ReferenceAnswer], found: Sequence[int]) -> int:
-        rate, pooled = self.options.tsp_rate, self.pooled
-        means, worst = [], []
+        rate = self.options.tsp_rate
+        pooled = self.pooled
+        means = []
+        worst = []
         every = self.options.every_layer
         for layer in found if every else found[::-1]:
             each = []
@@ -209,7 +219,9 @@ class Parts:
                 break
         self.total -= (len(found) - len(means)) * len(references)
         if not every:
-            found, means, worst = found[-len(means) :], means[::-1], worst[::-1]
+            found = found[-len(means) :]
+            means = means[::-1]
+            worst = worst[::-1]
         index, settled = distances.choose_layer(means, self.options.rule, self.options.tolerance)
         tolerance = self.options.tolerance
         if tolerance is None:
@@ -234,7 +246,9 @@ class Parts:
 
     def _asl(self, references: Sequence[ReferenceAnswer], layer: int | None) -> None:
         observed = ranks.observed_layers(self.fingerprint.layers)
-        start, rate, window = observed - 1, self.options.tsp_rate, self.pooled.window
+        start = observed - 1
+        rate = self.options.tsp_rate
+        window = self.pooled.window
         lengths = [each.ids.shape[1] for each in references]
         if not all(window < rate.entries(length) < length for length in lengths):  # type: ignore[union-attr]
             reason = f"a rate of {rate} and a window of {window} leave nothing to rank"

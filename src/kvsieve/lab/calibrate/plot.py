@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LAST, _WORST, _KL = "mean over prompts", "worst prompt", "answer"
+_LAST = "mean over prompts"
+_WORST = "worst prompt"
+_KL = "answer"
 
 
 def distances_png(profile: Profile) -> bytes:
@@ -27,7 +29,8 @@ def distances_png(profile: Profile) -> bytes:
 def draw(profile: Profile) -> Figure:
     """Draw the last hidden state's distance and the answer's KL over the layers, with the chosen layer marked."""
     found = profile.measured["tsp"]
-    layers, look = found["layers"], looks([_LAST, _WORST, _KL])
+    layers = found["layers"]
+    look = looks([_LAST, _WORST, _KL])
     figure = new_figure(7.6, 3.3)
     left, right = figure.subplots(1, 2)
     _line(left, layers, found["relative_worst"], look[_WORST], _WORST)

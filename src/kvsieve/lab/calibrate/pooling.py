@@ -20,7 +20,8 @@ from kvsieve.shared.prompt import SharedPrompt
 ROWS = 8
 
 # Distances indistinguishable from the smallest on a few prompts: this factor, or this many nats more.
-_ALIKE, _NEAR = 1.3, 0.005
+_ALIKE = 1.3
+_NEAR = 0.005
 
 
 def settings(options: Options, length: int) -> list[SnapKV]:

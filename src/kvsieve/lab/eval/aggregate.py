@@ -136,7 +136,8 @@ def task_means(parts: Iterable[Cell]) -> list[Cell]:
 
 
 def _task_mean(key: tuple[Any, ...], group: list[Cell]) -> Cell:
-    score, n = sum(cell.score for cell in group) / len(group), sum(cell.n for cell in group)
+    score = sum(cell.score for cell in group) / len(group)
+    n = sum(cell.n for cell in group)
     length, question, label, budget = key
     low = score - math.hypot(*(cell.score - cell.low for cell in group)) / len(group)
     high = score + math.hypot(*(cell.high - cell.score for cell in group)) / len(group)
@@ -180,7 +181,8 @@ def cost_cells(costs: Iterable[Row]) -> list[CostCell]:
 
 
 def _cost_cell(key: tuple[Any, ...], rows: list[Row], full: Mapping[tuple[Any, ...], Row]) -> CostCell:
-    spreads, ratios = {}, {}
+    spreads = {}
+    ratios = {}
     for name, quantity in _QUANTITIES.items():
         single = [seconds for row in rows for seconds in row["token_s"]] if name == "tpot_s" else []
         values = single or [value for row in rows if (value := quantity(row)) is not None]

@@ -103,7 +103,10 @@ class Asker:
             UnsupportedModelError, PlanError: the model cannot run one of the plans.
             InputError: the store cannot serve the model or a plan.
         """
-        self.model, self.document, self.system, self.limit = model, document, system, max_new_tokens
+        self.model = model
+        self.document = document
+        self.system = system
+        self.limit = max_new_tokens
         self._evaluator = Evaluator(model, tokenizer, chunk=chunk)
         check_store(store)
         if store is not None:
@@ -116,11 +119,13 @@ class Asker:
         for plan in self.plans.values():
             check_model(model, plan)
         # The tokens that prompts about the document share; a question may change how its last few are split.
-        one, other = self._ids("?"), self._ids("Why")
+        one = self._ids("?")
+        other = self._ids("Why")
         pairs = enumerate(zip(one, other, strict=False))
         same = next((at for at, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
         self._shared = one[: max(same - _SPLIT, 1)]
-        self.document_tokens, self.stored_tokens = len(self._shared), 0
+        self.document_tokens = len(self._shared)
+        self.stored_tokens = 0
         self.prefill_s = 0.0
 
     def check(self, questions: Sequence[str]) -> None:
@@ -153,10 +158,13 @@ class Asker:
             shown: called with a label and each piece of text as it is generated.
         """
         evaluator = self._evaluator
-        ids, answers, size = self._ids(question), list[DocumentAnswer](), len(self._shared)
+        ids = self._ids(question)
+        answers = list[DocumentAnswer]()
+        size = len(self._shared)
         while ids[:size] != self._shared[:size]:
             size -= 1
-        context, asked = self._tensor(ids[:size]), self._tensor(ids[size:])
+        context = self._tensor(ids[:size])
+        asked = self._tensor(ids[size:])
         for at, (label, plan) in enumerate(self.plans.items()):
             began = time.perf_counter()
             (state,) = evaluator.documents.after_prompt(
@@ -172,7 +180,8 @@ class Asker:
             kept, _ = entries_after_prompt(state.cache)
             held = state.cache.nbytes()
             (answer,) = evaluator.decode(state, self.limit, tell)
-            stops, times = evaluator.prompter.stops, answer.times
+            stops = evaluator.prompter.stops
+            times = answer.times
             answers.append(
                 DocumentAnswer(
                     question=number,
@@ -208,7 +217,8 @@ def differs_at(reference: Sequence[int], other: Sequence[int]) -> int | None:
 
 def differing_words(reference: DocumentAnswer, other: DocumentAnswer) -> tuple[str, str]:
     """Return the first few words of both answers from the word in which they differ."""
-    ours, theirs = other.text.split(), reference.text.split()
+    ours = other.text.split()
+    theirs = reference.text.split()
     at = next((at for at, (one, two) in enumerate(zip(ours, theirs, strict=False)) if one != two), None)
     at = min(len(ours), len(theirs)) if at is None else at
     return " ".join(theirs[at : at + _WORDS]) or "(end)", " ".join(ours[at : at + _WORDS]) or "(end)"

@@ -86,7 +86,8 @@ def _subjects(entries: Sequence[Compared]) -> Table:
     headers = ["name", "machine", "dtype", "directories", "seed", "tasks", "answers", "timed runs"]
     rows = []
     for each in entries:
-        subject, results = each.subject, each.subject.results
+        subject = each.subject
+        results = each.subject.results
         folders = ", ".join(str(folder) for folder in subject.folders)
         counts = [results.run["seed"], len(results.tasks), len(results.samples), len(results.costs)]
         row = [subject.name, subject.machine, results.run["dtype"], folders, *map(str, counts)]

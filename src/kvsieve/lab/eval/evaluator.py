@@ -53,7 +53,9 @@ class Evaluator:
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, batch: int = 8, chunk: int | None = None) -> None:
-        self.model, self.batch, self.chunk = model, batch, chunk
+        self.model = model
+        self.batch = batch
+        self.chunk = chunk
         self.documents = DocumentReader(model, chunk)
         self._weights = sum(each.nbytes for each in model.parameters())
         self.prompter = Prompter(tokenizer, model.generation_config.eos_token_id)
@@ -187,7 +189,8 @@ class Evaluator:
 
         Rows cost what the longest costs: they should be about as long, or all small beside the model's weights.
         """
-        first, plans = group[0], (group[0].plans[0], state.plans[0])
+        first = group[0]
+        plans = (group[0].plans[0], state.plans[0])
         if plans[0].read != plans[1].read or any(
             plan.shortens_prompt or after_prompt(plan).evict is not None for plan in plans
         ):
@@ -230,7 +233,9 @@ class Evaluator:
             tell: callback for each piece of text of a single row; None for no text.
         """
         check_single_answer(self.model, {})
-        prompt, rules, ends = state.given[0].cpu(), Sampling(), self.prompter.stops
+        prompt = state.given[0].cpu()
+        rules = Sampling()
+        ends = self.prompter.stops
         answers = []
         for _ in state.plans:
             sampler = Sampler(rules, prompt, processors_for(self.model, prompt, rules, limit, ends))
@@ -268,7 +273,8 @@ class Evaluator:
                 ids = torch.tensor([reference[:fed]], device=self.model.device).expand(len(state.logits), -1)
                 parts.append(answer_logits(sieve, cache, ids, [place - 1 for place in places if 0 < place <= fed]))
         found = [torch.cat(parts, 1).float().log_softmax(-1)] if parts else []
-        made, rest = reference[: fed + 1], [place - fed - 1 for place in places if place > fed]
+        made = reference[: fed + 1]
+        rest = [place - fed - 1 for place in places if place > fed]
         if rest:
             rows = [self._anew_behind(state, row, made) for row in range(len(state.logits))]
             found.append(torch.cat([self._distributions(row, reference[fed + 1 :], rest) for row in rows]))

@@ -73,7 +73,8 @@ class Grid:
                     for at, index in enumerate(mine, 1):
                         for question in self.questions:
                             if question in task.modes:
-                                document, asked = (number + 1, len(samples)), (at, len(mine))
+                                document = (number + 1, len(samples))
+                                asked = (at, len(mine))
                                 yield Unit(task, length, question, index, document, asked)
 
     def _documents(self, task: Task) -> list[list[int]]:

@@ -15,7 +15,8 @@ import numpy as np
 
 LEVEL = 0.05
 # Fewest samples, and fewest that differ, before a difference is claimed: 6 on one side have p = 2 / 2**6 = 0.031.
-FEWEST, FEWEST_DIFFERENT = 10, 6
+FEWEST = 10
+FEWEST_DIFFERENT = 6
 # The least and the greatest difference of two scores.
 SCORES = (-1.0, 1.0)
 DRAWS = 10_000
@@ -119,7 +120,8 @@ class _Units:
         named = list(zip([0] * len(values) if tasks is None else tasks, clusters or own, strict=True))
         numbers = {name: number for number, name in enumerate(dict.fromkeys(named))}
         owner = np.array([numbers[name] for name in named])
-        sums, sizes = np.bincount(owner, values), np.bincount(owner).astype(float)
+        sums = np.bincount(owner, values)
+        sizes = np.bincount(owner).astype(float)
         known: dict[Hashable, list[int]] = {}
         for (task, _), number in numbers.items():
             known.setdefault(task, []).append(number)
@@ -165,9 +167,11 @@ class _Units:
 
     def _student(self) -> float:
         """Return half the interval's width."""
-        variances, freedoms = [], []
+        variances = []
+        freedoms = []
         for each in self.strata:
-            count, size = len(each), self.sizes[each].sum()
+            count = len(each)
+            size = self.sizes[each].sum()
             errors = (self.sums[each] - self.sums[each].sum() / size * self.sizes[each]) / size / len(self.strata)
             variances.append(count / (count - 1) * float((errors**2).sum()))
             freedoms.append(count - 1)
@@ -217,7 +221,8 @@ def gaffke(values: np.ndarray, within: tuple[float, float]) -> tuple[float, floa
     Its ends are quantiles of means under random weights of the values and of one more at the bound.
     """
     kinds, counts = np.unique(values, return_counts=True)
-    random, ends = np.random.default_rng(_SEED), []
+    random = np.random.default_rng(_SEED)
+    ends = []
     for bound, quantile in ((min(within[0], kinds[0]), LEVEL / 2), (max(within[1], kinds[-1]), 1 - LEVEL / 2)):
         weights = random.standard_gamma(np.append(counts, 1), (DRAWS, len(counts) + 1))
         means = weights @ np.append(kinds, bound) / weights.sum(1)
@@ -235,7 +240,8 @@ def sign_flip(values: np.ndarray) -> float:
     if not len(sizes):
         return 1.0
     sizes = sizes / sizes.max()
-    seen, count = abs(float(values.sum())) / float(np.abs(values).max()), len(sizes)
+    seen = abs(float(values.sum())) / float(np.abs(values).max())
+    count = len(sizes)
     if np.ptp(sizes) < _TINY:
         # As of a coin's tosses; McNemar's exact test.
         heads = round((count + seen) / 2)
@@ -273,7 +279,9 @@ def _beta(a: float, b: float, x: float) -> float:
     if x > (a + 1) / (a + b + 2):
         return 1 - _beta(b, a, 1 - x)
     front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)) / a
-    fraction, upper, lower = 1.0, 1.0, 0.0
+    fraction = 1.0
+    upper = 1.0
+    lower = 0.0
     for step in range(400):
         half = step // 2
         if step == 0:

@@ -85,7 +85,8 @@ class KvsieveLM(HFLM):
             pretrained, tokenizer = models.load(None, dtype, arguments.pop("device"))
             arguments.setdefault("tokenizer", tokenizer)
         super().__init__(pretrained=pretrained, **arguments)
-        context, config = context_of(self.model.config), self.model.config.get_text_config(decoder=True)
+        context = context_of(self.model.config)
+        config = self.model.config.get_text_config(decoder=True)
         if arguments.get("max_length") is None and context != getattr(config, "max_position_embeddings", None):
             # HFLM would cut prompts where the context ends without the scaling of rotary positions.
             self._max_length = context
@@ -152,7 +153,8 @@ class KvsieveLM(HFLM):
             return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
         pairs = [loglikelihood.split(context, continuation, self.max_length) for _, context, continuation in requests]
         found: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
-        before, mixed = len(self.calls), self.mixed_precision_dtype
+        before = len(self.calls)
+        mixed = self.mixed_precision_dtype
         progress = tqdm(total=len(pairs), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
         with warnings.catch_warnings(), progress:
             # `_report` reports a context that is too short, once.

@@ -77,10 +77,12 @@ def score(
     options = ReadOptions(chunk, new_tokens=max(map(len, continuations)))
     cache, last, _ = read_alone(model, plan, torch.tensor([context]), options=options)
     kept, whole = entries_after_prompt(cache)
-    scores, counts = [], []
+    scores = []
+    counts = []
     with attach(model, after_prompt(plan)) as sieve, torch.no_grad():
         for tokens in continuations:
-            logits, copy = last[:, None], sieve.adopt(cache.fork())
+            logits = last[:, None]
+            copy = sieve.adopt(cache.fork())
             count = 1 + tokens_before_border(sieve, copy, len(tokens) - 1)
             if count > 1:
                 fed = torch.tensor([tokens[: count - 1]], device=last.device)

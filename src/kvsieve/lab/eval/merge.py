@@ -137,7 +137,8 @@ def _settings(parts: Sequence[Results]) -> list[Row]:
     for part in parts:
         for each in part.run.get("settings", []):
             first, folder = known.setdefault((each["label"], each["budget"]), (each, part.folder))
-            before, after = first["parameters"], each["parameters"]
+            before = first["parameters"]
+            after = each["parameters"]
             for name in before.keys() & after.keys():
                 if before[name] != after[name]:
                     raise InputError(

@@ -28,7 +28,8 @@ from kvsieve.report.labels import FULL
 Method = str | Plan | Role
 Methods = Method | Sequence[Method] | Mapping[str, Method]
 TaskOrRows = Task | str | Path | Sequence[Mapping[str, Any]]
-_LENGTH, _SAMPLES = 2048, 25
+_LENGTH = 2048
+_SAMPLES = 25
 
 
 class SampleRunner(Protocol):
@@ -75,7 +76,8 @@ def compared_rows(
 
 def whole_length(task: DocumentTask, model: Any, count: Count) -> int:
     """Return the tokens of a task's longest prompt, at most what the model's context has beside an answer."""
-    longest, context = task.tokens(count), context_of(model.config)
+    longest = task.tokens(count)
+    context = context_of(model.config)
     return longest if context is None else min(longest, context - task.answer_tokens)
 
 

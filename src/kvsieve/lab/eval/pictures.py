@@ -40,14 +40,18 @@ def drawn(wanted: Iterable[Wanted], png: bool) -> list[Picture]:
 
 
 def _wanted(results: Results) -> Iterator[Wanted]:
-    parts, costs, look, titles = cells(results.samples), cost_cells(results.costs), looks(results.labels), results.tasks
+    parts = cells(results.samples)
+    costs = cost_cells(results.costs)
+    look = looks(results.labels)
+    titles = results.tasks
     means = task_means(parts)
     groups = sorted(distinct((cell.length, cell.question) for cell in parts), key=lambda g: (-g[0], g[1] != "visible"))
     for length, question in groups:
         mine = [cell for cell in parts if (cell.length, cell.question) == (length, question)]
         average = [cell for cell in means if (cell.length, cell.question) == (length, question)]
         measured = [cell for cell in costs if cell.length == length]
-        end, what = f"{length}-{question}", f"{length} tokens, question {question}"
+        end = f"{length}-{question}"
+        what = f"{length} tokens, question {question}"
         yield (f"accuracy-{end}", "accuracy", f"Score by budget: {what}",
                f"One panel per task: score against budget for each method, with 95% intervals; {what}. "
                "The tables hold the same numbers.",

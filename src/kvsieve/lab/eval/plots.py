@@ -160,7 +160,8 @@ def _scatter(
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
     """Indices of the points (cost, score) that no point of the same or lower cost reaches, by rising cost."""
-    best, chosen = float("-inf"), []
+    best = float("-inf")
+    chosen = []
     for index in sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1])):
         if points[index][1] > best:
             best = points[index][1]
@@ -179,7 +180,10 @@ def latency(costs: Sequence[CostCell]) -> Figure:
     }
     figure = new_figure(9.6, 1.0 + 0.235 * (sum(heights.values()) + 0.55 * len(labels)))
     axes = figure.subplots()
-    top, ticks, tick_names, longest = 0.0, [], [], 0.0
+    top = 0.0
+    ticks = []
+    tick_names = []
+    longest = 0.0
     for label in labels:
         mine = sorted((cell for cell in costs if cell.label == label), key=lambda cell: budget_order(cell.budget))
         for place, cell in enumerate(mine):
@@ -203,7 +207,8 @@ def latency(costs: Sequence[CostCell]) -> Figure:
 
 def _time_bar(axes: Axes, y: float, cell: CostCell) -> float:
     """Draws one bar. Returns its length in seconds."""
-    prefill, step = cell.median("ttft_s") or 0.0, cell.median("tpot_s") or 0.0
+    prefill = cell.median("ttft_s") or 0.0
+    step = cell.median("tpot_s") or 0.0
     decode = step * max(cell.new_tokens - 1, 0)
     first = not axes.patches
     axes.barh(y, prefill, 0.78, color="#0072B2", label="time to first token" if first else None)

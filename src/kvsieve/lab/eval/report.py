@@ -172,7 +172,8 @@ def _scores(tables: Tables) -> str:
 
 
 def _facts(results: Results) -> str:
-    run, machines = results.run, _machines(results)
+    run = results.run
+    machines = _machines(results)
     commits = distinct(str(machine.get("commit") or "unknown") for machine in machines)
     lengths = ", ".join(str(length) for length in sorted(distinct(row["length"] for row in results.samples)))
     facts = (
@@ -254,7 +255,8 @@ def _examples(results: Results) -> str:
     parts = []
     for task, title in results.tasks.items():
         mine = [row for row in results.samples if row["task"] == task]
-        length, first = max(row["length"] for row in mine), min(row["sample"] for row in mine)
+        length = max(row["length"] for row in mine)
+        first = min(row["sample"] for row in mine)
         for question in sorted(distinct(row["question"] for row in mine), reverse=True):
             rows = [r for r in mine if (r["length"], r["sample"], r["question"]) == (length, first, question)]
             rows.sort(key=lambda row: results.labels.index(row["label"]))

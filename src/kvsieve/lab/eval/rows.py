@@ -149,7 +149,8 @@ def contents(file: Path) -> list[tuple[Path, bytes]]:
     Raises InputError for a file that cannot be read, and for a packed one that is damaged.
     """
     # The plain file first: a run that ends now puts its rows into the packed one before it deletes it.
-    plain, name = read_bytes(file), packed_name(file)
+    plain = read_bytes(file)
+    name = packed_name(file)
     compressed = read_bytes(name)
     found = [] if compressed is None else [(name, _unpacked(name, compressed))]
     return found if plain is None else [*found, (file, plain)]

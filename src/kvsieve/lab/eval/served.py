@@ -55,7 +55,8 @@ def score_server(
         InputError: a folder that has other results, or results and no `resume`.
         ServerError: the server refuses, or goes away; what was finished stays.
     """
-    file, prompter = folder / FILE, Prompter(tokenizer)
+    file = folder / FILE
+    prompter = Prompter(tokenizer)
     rows = _known(file, run, resume)
     done = {(row["task"], row["length"], row["sample"]) for row in rows}
     units = list(grid.units())
@@ -126,7 +127,8 @@ def _known(file: Path, run: Mapping[str, Any], resume: bool) -> list[dict[str, A
         raise InputError(f"{file} is there already; go on with --resume, or name another --out")
     try:
         found = json.loads(file.read_text())
-        before, rows = found["run"], list(found["rows"])
+        before = found["run"]
+        rows = list(found["rows"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InputError(f"{file} cannot be read: {error}; name another --out") from error
     other = other_text({**before, "environments": [before.get("environment", {})]}, run)

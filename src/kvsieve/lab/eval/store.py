@@ -154,7 +154,9 @@ class _Lines:
     """
 
     def __init__(self, file: Path, fields: Row, key: tuple[str, ...]) -> None:
-        self.file, self.fields, self.key = file, fields, key
+        self.file = file
+        self.fields = fields
+        self.key = key
         packed_rows, lines, torn = self._read()
         found = len(lines)
         while lines and lines[-1][1].get("more"):

@@ -51,7 +51,8 @@ def make_tables(
     def behind(cell: Cell) -> str:
         return interval(cell) + sign(cell)
 
-    parts, costs = cells(results.samples), cost_cells(results.costs)
+    parts = cells(results.samples)
+    costs = cost_cells(results.costs)
     means = task_means(parts)
     lengths = sorted(distinct(cell.length for cell in parts), reverse=True)
     groups = [(length, question) for length in lengths for question in questions_of(parts, length)]
@@ -211,7 +212,8 @@ def _fidelity(means: Sequence[Cell], length: int) -> Table:
     mine = [cell for cell in means if cell.length == length]
     questions = questions_of(mine, length)
     by_place = {(cell.label, cell.budget, cell.question): cell for cell in mine}
-    headers, rows = ["method", "budget"], []
+    headers = ["method", "budget"]
+    rows = []
     for question in questions:
         headers += [f"KL, {question}", f"KL at the last prompt token, {question}", f"same top-1 %, {question}",
                     f"KV kept %, {question}"]  # fmt: skip
@@ -251,7 +253,8 @@ def _costs(costs: Sequence[CostCell], length: int) -> Table:
 
 
 def _with_ratio(cell: CostCell, quantity: str, scale: float) -> str:
-    value, ratio = cell.median(quantity), cell.ratios.get(quantity)
+    value = cell.median(quantity)
+    ratio = cell.ratios.get(quantity)
     if value is None:
         return NONE
     text = significant(scale * value)

@@ -56,7 +56,9 @@ class DocumentTask:
         self, name: str, title: str, asked: Sequence[DocumentQuestion], cut: Cut | None, file: Path | None
     ) -> None:
         """cut: truncation rule for long documents; None refuses them. file: source of the rows, or None."""
-        self.name, self.title, self.modes = name, title, BOTH
+        self.name = name
+        self.title = title
+        self.modes = BOTH
         self.files = () if file is None else (file,)
         self._cut = cut
         documents: dict[tuple[str, str], list[DocumentQuestion]] = {}
@@ -111,7 +113,9 @@ class DocumentTask:
     def _context(self, number: int, length: int, count: Count) -> tuple[str, int]:
         """Return the document with its lead, cut to the room in `length`, and how many of its tokens were cut."""
         questions = self._documents[number]
-        lead, text, cut = questions[0].lead, questions[0].text, self._cut
+        lead = questions[0].lead
+        text = questions[0].text
+        cut = self._cut
         longest = max((each.turn for each in questions), key=lambda turn: count(Sample(".", (turn,))))
 
         def make(size: int) -> Sample:

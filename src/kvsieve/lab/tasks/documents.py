@@ -27,7 +27,9 @@ class Documents(Generated):
         names = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
         rng.shuffle(names)
         town_of = {name: rng.choice(TOWNS) for name in names}
-        person, place, more = names[0], rng.random(), rng.getrandbits(32)
+        person = names[0]
+        place = rng.random()
+        more = rng.getrandbits(32)
         town = town_of[person]
         about = [_person(rng, person, town)]
         if self.hops == 1:

@@ -16,12 +16,16 @@ def fit(make: Callable[[int], Sample], count: Count, length: int, name: str) -> 
 
     Raises InputError if even ``make(0)`` is longer.
     """
-    low, low_tokens = 0, count(make(0))
+    low = 0
+    low_tokens = count(make(0))
     if low_tokens > length:
         raise InputError(f"{name} needs prompts of at least {low_tokens} tokens, got a length of {length}; raise it")
-    step, high, high_tokens = 16, 0, low_tokens
+    step = 16
+    high = 0
+    high_tokens = low_tokens
     while high_tokens <= length:
-        low, low_tokens = high, high_tokens
+        low = high
+        low_tokens = high_tokens
         high = low + step
         high_tokens = count(make(high))
         per_unit = max((high_tokens - low_tokens) / step, 0.1)
@@ -32,9 +36,11 @@ def fit(make: Callable[[int], Sample], count: Count, length: int, name: str) -> 
         middle = min(max(low + round(share * (high - low)), low + 1), high - 1)
         tokens = count(make(middle))
         if tokens <= length:
-            low, low_tokens = middle, tokens
+            low = middle
+            low_tokens = tokens
         else:
-            high, high_tokens = middle, tokens
+            high = middle
+            high_tokens = tokens
     return make(low), low
 
 

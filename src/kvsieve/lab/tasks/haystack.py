@@ -87,7 +87,8 @@ def hide(words: Sequence[str], needles: Sequence[str], depths: Sequence[float]) 
     """
     ends = [0, *(i + 1 for i, word in enumerate(words) if _ends_sentence(word)), len(words)]
     places = [min((abs(end - depth * len(words)), end) for end in ends)[1] for depth in depths]
-    parts, last = [], 0
+    parts = []
+    last = 0
     for place, needle in sorted(zip(places, needles, strict=True), key=lambda pair: pair[0]):
         parts += ["".join(words[last:place]).rstrip(" "), needle]
         last = place

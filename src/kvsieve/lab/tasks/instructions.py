@@ -23,7 +23,9 @@ class Instructions(Generated):
     where: str = "user"
 
     def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
-        name, town, start = rng.choice(FIRST_NAMES), rng.choice(TOWNS), rng.random()
+        name = rng.choice(FIRST_NAMES)
+        town = rng.choice(TOWNS)
+        start = rng.random()
         rules = (
             f"Your name is {name}. You live in {town}. Always answer in one sentence that says your name and where you "
             "live."

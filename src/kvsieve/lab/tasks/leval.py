@@ -137,7 +137,8 @@ def leval(name: str, data: str | Path) -> DocumentTask:
 
 
 def _check(row: FileRow) -> None:
-    questions, answers = row.values["instructions"], row.values["outputs"]
+    questions = row.values["instructions"]
+    answers = row.values["outputs"]
     for field, texts in (("instructions", questions), ("outputs", answers)):
         if not texts or not all(isinstance(each, str) and each.strip() for each in texts):
             raise row.wrong(f"{field!r} must be a list of texts, none of them empty")

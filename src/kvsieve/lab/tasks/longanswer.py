@@ -26,7 +26,8 @@ class LongAnswer(Generated):
     title: str = "Long answer (own lines repeated)"
 
     def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
-        names, animals = rng.sample(FIRST_NAMES, _PEOPLE), rng.sample(_ANIMALS, _PEOPLE)
+        names = rng.sample(FIRST_NAMES, _PEOPLE)
+        animals = rng.sample(_ANIMALS, _PEOPLE)
         got = dict(zip(names, animals, strict=True))
         lists = f"People: {', '.join(names)}.\nAnimals: {', '.join(animals)}."
         ask = (

@@ -66,7 +66,8 @@ def final_number(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
 
 def says_last(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
     """1 if the expected text ends the answer, up to three words, or follows "the final output"."""
-    wanted, got = _value_text(expected[0]), _value_text(answer)
+    wanted = _value_text(expected[0])
+    got = _value_text(answer)
     most = len(wanted.split()) + 3
     words = got.split("the final output")[-1].split()[:most] if "the final output" in got else got.split()[-most:]
     return {"score": float(wanted.replace(" ", "").lower() in "".join(words).lower())}

@@ -22,7 +22,8 @@ class Needle(Generated):
     title: str = "Needle in a haystack"
 
     def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
-        depth, start = index % DEPTHS / (DEPTHS - 1), rng.random()
+        depth = index % DEPTHS / (DEPTHS - 1)
+        start = rng.random()
         code = str(rng.randrange(10**6, 10**7))
         turn = QuestionAnswer(
             "What is the special magic number of the lighthouse mentioned in the text above?", (code,), match_all, 28
@@ -43,7 +44,8 @@ class PassKey(Generated):
     title: str = "64-digit passkey"
 
     def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
-        depth, start = index % DEPTHS / (DEPTHS - 1), rng.random()
+        depth = index % DEPTHS / (DEPTHS - 1)
+        start = rng.random()
         key = str(rng.randrange(1, 10)) + "".join(str(rng.randrange(10)) for _ in range(63))
         turn = QuestionAnswer(
             "What is the pass key mentioned in the text above?", (key,), digits, 80, prefix="The pass key is"

@@ -90,7 +90,8 @@ class NoLiMa:
         if not 0 <= index < len(self):
             raise InputError(f"{self.name} has {len(self)} samples, got index {index}; ask for fewer samples")
         turn, number = divmod(index, len(self._needles))
-        needle, book = self._needles[number], self._books[(turn // DEPTHS + turn % DEPTHS + number) % len(self._books)]
+        needle = self._needles[number]
+        book = self._books[(turn // DEPTHS + turn % DEPTHS + number) % len(self._books)]
         depth = (11 * turn + 5 * number) % DEPTHS / (DEPTHS - 1)
         character = draw(seed, needle.name, 0, index).choice(needle.characters or ("",))
         fact, asked = (text.replace("{CHAR}", character) for text in (needle.needle, needle.question))
@@ -108,7 +109,8 @@ class NoLiMa:
 
 def _hidden(text: str, fact: str, depth: float) -> str:
     place = round(depth * len(text))
-    before, behind = text.rfind("\n", 0, place) + 1, text.find("\n", place) + 1 or len(text)
+    before = text.rfind("\n", 0, place) + 1
+    behind = text.find("\n", place) + 1 or len(text)
     at = before if place - before <= behind - place else behind
     parts = (text[:at].rstrip("\n"), fact, text[at:].lstrip("\n"))
     return "\n".join(part for part in parts if part)
@@ -158,7 +160,8 @@ def _needle(entry: Mapping[str, Any], template: str, name: str, question: str, v
     for number, argument in enumerate(arguments, 1):
         needle = needle.replace(f"{{{number}}}", str(argument))
         question = question.replace(f"{{{number}}}", str(argument))
-    characters, answers = tuple(entry.get("character_set") or ()), tuple(values.get("gold_answers") or ())
+    characters = tuple(entry.get("character_set") or ())
+    answers = tuple(values.get("gold_answers") or ())
     if not (characters if "{CHAR}" in needle else answers):
         field = "character_set" if "{CHAR}" in needle else "gold_answers"
         raise InputError(f"{where}: {field!r} of {name} is missing or empty, expected a list of texts")

@@ -22,8 +22,10 @@ class KeyValue(Generated):
     title: str = "Key-value retrieval"
 
     def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
-        key, value = word_keys(rng, 1)[0], numbers(rng, 1)[0]
-        depth, more = rng.random(), rng.getrandbits(32)
+        key = word_keys(rng, 1)[0]
+        value = numbers(rng, 1)[0]
+        depth = rng.random()
+        more = rng.getrandbits(32)
         turn = QuestionAnswer(f'What is the value of the key "{key}"?', (value,), match_all, 20, prefix=f'"{key}": "')
 
         def make(pairs: int, filler: str) -> Sample:
@@ -50,7 +52,8 @@ class MultiQuestion(Generated):
         sentences = [
             f"The special magic number of the {key} is {value}." for key, value in zip(keys, values, strict=True)
         ]
-        depths, start = spread(rng, len(keys)), rng.random()
+        depths = spread(rng, len(keys))
+        start = rng.random()
         order = rng.sample(range(len(keys)), len(keys))
         turns = tuple(
             QuestionAnswer(

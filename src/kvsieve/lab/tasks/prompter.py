@@ -53,7 +53,8 @@ class Prompter:
         if sample.independent:
             others = [self._split(sample, turn)[1] for turn in range(1, len(sample.turns))]
             return Encoded(self._ids(context), self._ids(question), tuple(map(self._ids, others)))
-        known, followups = context + question, []
+        known = context + question
+        followups = []
         for turn in range(1, len(sample.turns)):
             whole = self._render(self._messages(sample, turn)) + self._lead(sample.turns[turn].prefix)
             # The conversation has the prefix of the previous answer as the start of the right answer.
@@ -79,7 +80,8 @@ class Prompter:
     def _split(self, sample: Sample, turn: int) -> tuple[str, str]:
         """Return the rendered prompt of a turn asked first, split after the context."""
         asked = sample.turns[turn]
-        text, context = self._render(self._first(sample, turn)), escaped(self.tokenizer, sample.context)
+        text = self._render(self._first(sample, turn))
+        context = escaped(self.tokenizer, sample.context)
         at = text.find(context)
         if at < 0:
             raise InputError("the model's chat template changes the text of a message, so the context cannot be found")

@@ -58,7 +58,9 @@ class Niah(Generated):
         answers = tuple(value for i in asked for value in values[i * self.values : (i + 1) * self.values])
         sentences = [self._needle(*pair) for pair in pairs]
         rng.shuffle(sentences)
-        depths, start, more = spread(rng, len(sentences)), rng.random(), rng.getrandbits(32)
+        depths = spread(rng, len(sentences))
+        start = rng.random()
+        more = rng.getrandbits(32)
         turn = self._turn([keys[i] for i in asked], answers)
         noun = self._noun
         intro = f"Special magic {noun}s are hidden in the following text. Memorize them; you will be asked about them."
@@ -162,7 +164,8 @@ class CommonWords(Generated):
         rng.shuffle(vocabulary)
         if len(vocabulary) < self.common + 20:
             vocabulary += word_keys(rng, 4000)
-        words, others = vocabulary[: self.common], vocabulary[self.common :]
+        words = vocabulary[: self.common]
+        others = vocabulary[self.common :]
         order = rng.getrandbits(32)
         turn = QuestionAnswer(
             asked,
@@ -199,7 +202,8 @@ class FrequentWords(Generated):
         # As in RULER the most frequent "word" is noise.
         coded[0] = "..."
         weights = [1 / (rank + 1) ** self.alpha for rank in range(self.vocabulary)]
-        total, order = sum(weights), rng.getrandbits(32)
+        total = sum(weights)
+        order = rng.getrandbits(32)
         turn = QuestionAnswer(
             "Ignoring the dots, which three words appear most often in the coded text above? Give only the words.",
             tuple(coded[1:4]),

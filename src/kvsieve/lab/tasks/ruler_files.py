@@ -41,7 +41,9 @@ def ruler_file(name: str, data: str | Path) -> DocumentTask:
 
 
 def _asked(row: FileRow, part: str) -> DocumentQuestion:
-    outputs, prompt, prefix = row.values["outputs"], row.values["input"].strip(), row.values.get("answer_prefix") or ""
+    outputs = row.values["outputs"]
+    prompt = row.values["input"].strip()
+    prefix = row.values.get("answer_prefix") or ""
     if not outputs or not all(isinstance(each, str) and each for each in outputs):
         raise row.wrong(f"'outputs' must be a list of texts, at least one; got {outputs!r}")
     if not isinstance(prefix, str):

@@ -140,7 +140,8 @@ class SCBench:
         if not 0 <= index < len(self.rows):
             raise InputError(f"{self.name} has {len(self.rows)} rows, got index {index}; ask for fewer samples")
         row = self.rows[index]
-        text, turns = self._text(row, index), tuple(self._turns(row, index))
+        text = self._text(row, index)
+        turns = tuple(self._turns(row, index))
         instruction = _KINDS[self.name].instruction
         lead = f"{instruction}\n\n" if instruction else ""
         mode = "shared" if self.shared else "multi-turn"
@@ -182,7 +183,8 @@ class SCBench:
         ]
         turns = []
         for turn, kind in zip(raw, kinds, strict=True):
-            answers, options = _answers(turn), [str(each) for each in turn.get("options") or ()]
+            answers = _answers(turn)
+            options = [str(each) for each in turn.get("options") or ()]
             if kind.score is choice_letter:
                 answers = (_letter(answers, options, self._place(index)),)
             golden = ", ".join(answers) if kind.score is match_all else answers[0]

@@ -68,7 +68,8 @@ def repeated_choices(people: Sequence[str]) -> Score:
     def score(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
         # The prompt gave the model the start of the first line.
         first, _, second = f"{people[0]}: {answer}".partition("Part 2")
-        choices, again = chosen(first), chosen(second)
+        choices = chosen(first)
+        again = chosen(second)
         often = Counter(choices.values())
         own = {name: choice for name, choice in choices.items() if often[choice] == 1}
         kept = sum(again.get(name) == choice for name, choice in own.items())

@@ -50,7 +50,8 @@ class ManyShot(Generated):
 
     def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
         labels = dict(zip(_TOPICS, rng.sample(_INVENTED, len(_TOPICS)), strict=True))
-        asked, more = rng.choice(list(_TOPICS)), rng.getrandbits(32)
+        asked = rng.choice(list(_TOPICS))
+        more = rng.getrandbits(32)
         sentence = _sentence(rng, asked)
         turn = QuestionAnswer(f"Sentence: {sentence}\nWhich label?", (labels[asked],), first_word, 6, prefix="Label:")
 
@@ -100,8 +101,10 @@ class Arithmetic(Generated):
 
 
 def _sum(rng: random.Random) -> tuple[str, str, str, int]:
-    name, thing = rng.choice(FIRST_NAMES), rng.choice(_THINGS)
-    first, second = rng.randrange(2, 10), rng.randrange(1, 10)
+    name = rng.choice(FIRST_NAMES)
+    thing = rng.choice(_THINGS)
+    first = rng.randrange(2, 10)
+    second = rng.randrange(1, 10)
     asked = f"How many {thing} does {name} have now?"
     if second < first and rng.random() < 0.5:
         return f"{name} has {first} {thing} and gives away {second}.", asked, f"{first} - {second}", first - second

@@ -56,7 +56,8 @@ def profiles_dir() -> Path:
     """
     if own := os.environ.get("KVSIEVE_HOME"):
         return Path(os.path.expanduser(own)).absolute() / "profiles"
-    xdg, user = os.environ.get("XDG_DATA_HOME", ""), home()
+    xdg = os.environ.get("XDG_DATA_HOME", "")
+    user = home()
     if os.path.isabs(xdg):
         return Path(xdg) / "kvsieve" / "profiles"
     if user is None:
@@ -90,7 +91,8 @@ def profiles_of(model: Fingerprint) -> Iterator[tuple[str, Profile]]:
     The user's profile with the model's name comes first, then the newest. Unreadable files are skipped with a
     KvsieveWarning.
     """
-    found, files = [], []
+    found = []
+    files = []
     # A user without a readable home has no profiles there.
     with contextlib.suppress(InputError, OSError):
         files = list(profiles_dir().glob(f"*-{model.digest}.json"))

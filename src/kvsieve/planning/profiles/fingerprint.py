@@ -39,11 +39,14 @@ class Fingerprint:
                 return getattr(config, name, None) or 0
             return 0
 
-        heads, width = of("num_attention_heads"), of("hidden_size")
-        kv_heads, head_dim = of("num_key_value_heads") or heads, of("head_dim") or width // max(heads, 1)
+        heads = of("num_attention_heads")
+        width = of("hidden_size")
+        kv_heads = of("num_key_value_heads") or heads
+        head_dim = of("head_dim") or width // max(heads, 1)
         if of("kv_lora_rank"):
             # Latent attention: a latent and the rotated part of the key, for all heads.
-            kv_heads, head_dim = 1, of("kv_lora_rank") + of("qk_rope_head_dim")
+            kv_heads = 1
+            head_dim = of("kv_lora_rank") + of("qk_rope_head_dim")
         return cls(
             model_type=config.model_type,
             layers=of("num_hidden_layers"),

@@ -36,8 +36,10 @@ class DelegatingEvictor(Evictor):
 
     @property
     def traits(self) -> Traits:
-        mine, base = self.TRAITS, self.base.traits
-        scopes, aware = {mine.heads, base.heads}, {mine.query_aware, base.query_aware}
+        mine = self.TRAITS
+        base = self.base.traits
+        scopes = {mine.heads, base.heads}
+        aware = {mine.query_aware, base.query_aware}
         return Traits(
             needs=tuple(dict.fromkeys((*mine.needs, *base.needs))),
             heads=None if None in scopes else "all" if "all" in scopes else "own",

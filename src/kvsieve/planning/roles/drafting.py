@@ -24,7 +24,9 @@ class Loaded:
     """
 
     def __init__(self, name: str | None, model: Any, tokenizer: Any) -> None:
-        self.name, self.model, self.tokenizer = name, model, tokenizer
+        self.name = name
+        self.model = model
+        self.tokenizer = tokenizer
 
     def __repr__(self) -> str:
         return f"<{self.name or 'loaded'}>"
