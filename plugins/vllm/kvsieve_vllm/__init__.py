@@ -1,1 +1,1 @@
-"""A plugin for vLLM: plans that its engine can carry, on its own pages and blocks."""
+"""Plugin for vLLM: plans on its engine, with its own pages and blocks."""

@@ -1,7 +1,7 @@
-"""Attention of a layer on vLLM's pages under a plan: what its backends for CPUs and GPUs have in common.
+"""Attention of a layer on vLLM's pages under a plan: the common part of the CPU and GPU backends.
 
-Both subclass a backend of vLLM's own, whose cache is [pages, KV heads, entries of a page, keys and values]. A backend
-adds how one call of its kernel is made, and how entries lie in a page.
+Both subclass a backend of vLLM's own, with a cache [pages, KV heads, entries of a page, keys and values]. A backend
+adds the kernel call and the layout of a page.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PlannedBackend:
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Return what a layer's cache is to be: under an evictor, with a manager that frees blocks."""
+        """Return the spec of a layer's cache: under an evictor, with a manager that frees blocks."""
         options = PlannedBackend.options
         assert options is not None
         return spec_for(spec, options.plan, options.self_test)
@@ -53,7 +53,7 @@ def planner_for(
     schedule: Callable[[int, int, Tensor, Tensor], Any],
     long: int | None = None,
 ) -> StepPlanner | None:
-    """Make the planner of a group's steps; None where a plan changes nothing in its layers.
+    """Return the planner of a group's steps; None if a plan changes nothing in its layers.
 
     Args:
         builder: vLLM's AttentionMetadataBuilder of the group.
@@ -77,7 +77,7 @@ def planner_for(
     layers = config.model_config.hf_text_config.num_hidden_layers
     reading = PageReading.of(options, page, spec.head_size, layers)
     if reading is not None:
-        # Blocks are larger than at the start of the engine where recurrent states are.
+        # With recurrent states, blocks are larger than at the start of the engine.
         reading.check()
     retention = spec.retention if isinstance(spec, RetainedSpec) else None
     if retention is not None:
@@ -89,7 +89,7 @@ def planner_for(
 
 
 class PlannedAttention(AttentionImpl):
-    """Base of a layer's attention under a plan, before vLLM's own; layers that see a window are as without one."""
+    """Base of a layer's attention under a plan, before vLLM's own; sliding-window layers are unchanged."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -128,7 +128,7 @@ class PlannedAttention(AttentionImpl):
         """Fill int64 `pages` with keys and values [KV heads, len(pages) * page, dim]."""
 
     def _refuse(self, options: EngineOptions) -> None:
-        """Refuse what only a layer tells of itself."""
+        """Refuse unsupported properties of the layer."""
         odd = {
             "attention sinks": self.sinks is not None,
             "ALiBi": self.alibi_slopes is not None,
@@ -152,7 +152,7 @@ class PlannedAttention(AttentionImpl):
         output: Tensor,
         **scales: Any,
     ) -> Tensor:
-        """Attend as without a plan, or round by round; see AttentionImpl.forward."""
+        """Attend without a plan, or round by round; see AttentionImpl.forward."""
         if not isinstance(attn_metadata, PlannedStep):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
         if self._facts is None:
@@ -186,7 +186,7 @@ class PlannedAttention(AttentionImpl):
         self._reading = reading if reading is not None and index in reading.layers else None
 
     def _look(self, key: Tensor, kv_cache: Tensor, slots: Tensor, rows: slice | Tensor) -> None:
-        """Take the keys of some rows, which are stored by now, into their pages' bounds."""
+        """Add the keys of stored rows to their pages' bounds."""
         reading = self._reading
         if reading is None:
             return
@@ -218,7 +218,7 @@ class PlannedAttention(AttentionImpl):
         return key, value
 
     def _attend(self, layer: Any, query: Tensor, cache: Tensor, output: Tensor, call: PagedCall, table: Tensor) -> None:
-        """Attend with the rows of a call; cache: vLLM's, or one whose pages have one KV head."""
+        """Attend with the rows of a call; cache: vLLM's, or a view with one KV head per page."""
         asked = query[call.rows]
         shape = (-1, self.num_heads // self.num_kv_heads * cache.shape[1], asked.shape[-1])
         into = output[call.rows] if isinstance(call.rows, slice) else torch.empty_like(asked)
@@ -227,7 +227,7 @@ class PlannedAttention(AttentionImpl):
             output[call.rows] = into.view(len(into), *output.shape[1:])
 
     def _read_sparsely(self, layer: Any, query: Tensor, kv_cache: Tensor, output: Tensor, sparse: SparseCall) -> None:
-        """Attend to the pages that each KV head chooses, each head of each page being a page of its own."""
+        """Attend to the pages chosen by each KV head; each head of each page is a page of its own."""
         bounds = self._bounds
         assert bounds is not None and self._reading is not None
         pages, heads, size, wide = kv_cache.shape
@@ -241,9 +241,9 @@ class PlannedAttention(AttentionImpl):
     def _end(
         self, layer: Any, query: Tensor, kv_cache: Tensor, end: SegmentEnd, read: tuple[Tensor, Tensor] | None
     ) -> None:
-        """Keep what the evictor looks at later, and put the entries that stay into the request's first pages.
+        """Keep the observation window for later, and pack the selected entries into the request's first pages.
 
-        read: the request's keys and values, where they are at hand.
+        read: the request's keys and values, if already gathered.
         """
         segment = end.segment
         asked = query[segment.rows]

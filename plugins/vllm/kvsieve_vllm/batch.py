@@ -1,7 +1,7 @@
-"""Division of a step into calls of a kernel of paged attention, and into moments at which entries are packed.
+"""Division of a step into calls of a paged attention kernel, and into moments of packing.
 
-Nothing here knows vLLM's kernels. Numbers come from the host, and go to the device without waiting for it, except for
-requests that must be known again in a later step.
+Independent of vLLM's kernels. Numbers come from the host, and are copied to the device without synchronization, except
+for requests that a later step must recognize.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from kvsieve_vllm.rounds import ScheduledTokens, Segment, joined, rounds_of
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """Layers whose blocks are alike, and a plan's roles in them.
+    """Layers with equal blocks, and a plan's roles in them.
 
     Attributes:
         page: entries of a page.
         heads: query heads of this process.
         kv_heads: KV heads of this process.
-        reading: of pages while decoding; None where everything is read.
-        retention: what is kept of prompts; None for everything.
-        long: rows of a request from which on kvsieve's own kernel attends to them; None: vLLM's does to all.
+        reading: of pages while decoding; None for dense attention.
+        retention: of prompts under an evictor; None without one.
+        long: fewest rows of a request for kvsieve's own kernel; None: vLLM's is used for all.
     """
 
     page: int
@@ -47,9 +47,9 @@ class StepPlanner:
 
     Args:
         facts: of the layers.
-        moved: brings a tensor to their device.
-        schedule: makes what the kernel needs for a call with so many query heads, KV heads, and with the lengths
-            and the starts of its requests, which are still on the host.
+        moved: copies a tensor to their device.
+        schedule: returns the kernel's metadata for a call, given query heads, KV heads, and the lengths and starts of
+            its requests on the host.
 
     Attributes:
         facts, moved, schedule: as given.
@@ -66,7 +66,7 @@ class StepPlanner:
         self.schedule = schedule
 
     def rounds(self, common: Any) -> list[Round] | None:
-        """Return a step's rounds; None where it is one that vLLM's own backend does alike.
+        """Return a step's rounds; None if vLLM's own backend does the same.
 
         Args:
             common: vLLM's CommonAttentionMetadata.
@@ -78,7 +78,7 @@ class StepPlanner:
         return None if plain and not gaps else made
 
     def _gap(self, segment: Segment) -> tuple[int, int]:
-        """Return the blocks of the request that hold nothing while the segment is attended to."""
+        """Return the request's empty blocks during the segment's attention."""
         keeps = self.facts.retention
         return (0, 0) if keeps is None else keeps.gap(segment.request.prompt, segment.start)
 
@@ -113,13 +113,13 @@ class StepPlanner:
         ]
 
     def _own(self, pages: Tensor, number: int, size: int) -> Tensor:
-        """Return int64 numbers of the pages that hold a request's entries."""
+        """Return int64 numbers of the pages with a request's entries."""
         return pages[number, : -(-size // self.facts.page)].long()
 
     def _pages(
         self, segments: Sequence[Segment], sizes: Sequence[int], gaps: Sequence[tuple[int, int]], table: Tensor
     ) -> Tensor:
-        """Return int32 [n, width]: the pages that hold something, of each segment's request."""
+        """Return int32 [n, width]: the non-empty pages of each segment's request."""
         pages = self._pick(table, [segment.request.number for segment in segments])
         if not any(end for _, end in gaps):
             return pages
@@ -130,7 +130,7 @@ class StepPlanner:
         return pages.gather(1, self.moved(index.clamp_(max=pages.shape[1] - 1)))
 
     def _pick(self, table: Tensor, numbers: Sequence[int]) -> Tensor:
-        """Return rows of a table, whose numbers ascend."""
+        """Return rows of a table by ascending numbers."""
         first = numbers[0]
         last = numbers[-1]
         if last - first == len(numbers) - 1:
@@ -140,7 +140,7 @@ class StepPlanner:
     def _call(
         self, segments: Sequence[Segment], sizes: Sequence[int], pages: Tensor, numbers: Sequence[int]
     ) -> PagedCall | None:
-        """Make a call in which the segments of these numbers attend to all their pages; None for none."""
+        """Return a call in which these segments attend to all their pages; None for none."""
         if not numbers:
             return None
         segments = [segments[number] for number in numbers]
@@ -158,7 +158,7 @@ class StepPlanner:
     def _sparse(
         self, segments: Sequence[Segment], sizes: Sequence[int], pages: Tensor, read: Sequence[int]
     ) -> SparseCall | None:
-        """Make the call of the segments, by their numbers, that read sparsely; None where they read everything."""
+        """Return the call of the segments that attend sparsely; None if they attend to everything."""
         facts = self.facts
         reading = self.facts.reading
         if reading is None or not read:
@@ -199,7 +199,7 @@ class StepPlanner:
             if not known and not segment.packs:
                 continue
             if known and blocks is None:
-                # Waits for what the device has been given: for the last step, where steps are scheduled asynchronously.
+                # Waits for the device: for the last step, if steps are scheduled asynchronously.
                 blocks = pages[:, 0].tolist()
             packing = None
             if segment.packs:
@@ -214,7 +214,7 @@ class StepPlanner:
 
 
 def lengths_of(common: Any) -> tuple[list[int], list[int]]:
-    """Return the tokens of each request after a step, and of its prompt, without waiting for the device."""
+    """Return the tokens of each request after a step, and of its prompt, without a device synchronization."""
     if common.rswa_prefix_lens is None or common.seq_lens_cpu_upper_bound is None:
         raise CacheStateError("vLLM gave no lengths of prompts or requests, which kvsieve's plugin asks it for")
     # Exact, as there is no speculative decoding.

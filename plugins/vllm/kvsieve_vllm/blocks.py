@@ -1,4 +1,4 @@
-"""Blocks that eviction frees: a KV cache spec and its manager, in the process that schedules."""
+"""Blocks freed by eviction: a KV cache spec and its manager, in the scheduler's process."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from kvsieve_vllm.retention import BlockRetention
 
 @dataclass(frozen=True, kw_only=True)
 class RetainedSpec(FullAttentionSpec):
-    """Layers of full attention whose prompts an evictor reduces.
+    """Layers of full attention with prompts reduced by an evictor.
 
     Attributes:
-        retention: what is kept.
+        retention: the evictor on blocks.
     """
 
     retention: BlockRetention | None = None
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
-        """Merge those of a group's layers, which are alike."""
+        """Merge the equal specs of a group's layers."""
         return replace(super().merge(specs), retention=specs[0].retention)
 
 
 class RetainedManager(FullAttentionManager):
-    """Frees the blocks of a gap, one step after the workers have packed what stays.
+    """Frees the blocks of a gap, one step after the workers have packed the kept entries.
 
-    Of a model whose layers are of several kinds it has a group of those that attend to everything; vLLM's own managers
-    have the others.
+    In a model with layers of several kinds it manages the group with full attention; vLLM's own managers have the
+    others.
     """
 
     def cache_blocks(self, *args: Any, **kwargs: Any) -> None:
-        """Cache nothing: the blocks that a prompt begins with come to hold entries of all of it."""
+        """Cache nothing: a prompt's first blocks get entries of the whole prompt."""
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Free what holds nothing after so many processed tokens; the workers work out the same gap."""
+        """Free the empty blocks after so many processed tokens; the workers compute the same gap."""
         if num_prompt_tokens is None:
             raise CacheStateError("vLLM gave no prompt length; kvsieve's eviction needs it to free blocks")
         retention = self.kv_cache_spec.retention
@@ -58,15 +58,15 @@ class RetainedManager(FullAttentionManager):
 
 
 def spec_for(spec: Any, plan: Plan, self_test: bool) -> Any:
-    """Return the spec of a layer under a plan: its own, unless the plan evicts and the layer attends to everything."""
+    """Return the spec of a layer under a plan: its own, unless the plan evicts and the layer has full attention."""
     if plan.evict is None or type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
         return spec
     own = {each.name: getattr(spec, each.name) for each in fields(spec)}
     return RetainedSpec(**own, retention=BlockRetention(plan.evict, spec.block_size, self_test))
 
 
-# Whichever process of an engine reads such a spec must know its manager. What is registered first would otherwise stand
-# for all that vLLM registers itself.
+# Every process of an engine that reads such a spec must know its manager. A manager registered first would otherwise
+# keep vLLM from registering its own.
 KVCacheSpecRegistry._ensure_registered()
 KVCacheSpecRegistry.register(RetainedSpec, RetainedManager, uniform_type_base_spec=FullAttentionSpec)
 install()

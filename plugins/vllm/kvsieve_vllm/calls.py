@@ -1,4 +1,4 @@
-"""Calls of a kernel of paged attention in a step, and what is done behind them."""
+"""Calls of a paged attention kernel in a step, and the work after them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class PagedCall:
 
     Attributes:
         rows: of the batch, as a slice or int64 indices.
-        starts: int32 [n + 1], where requests begin among these rows.
+        starts: int32 [n + 1], first row of each request.
         lengths: int32 [n], entries of each.
         longest: most rows of a request, and most entries.
-        table: int32 [n, width], pages of each; None for a sparse call, whose pages every layer chooses.
-        schedule: made by the kernel's builder for this call.
+        table: int32 [n, width], pages of each; None for a sparse call, with pages chosen per layer.
+        schedule: the kernel's metadata for this call.
     """
 
     rows: slice | Tensor
@@ -33,11 +33,11 @@ class PagedCall:
 
 @dataclass(frozen=True)
 class SparseCall:
-    """Generated tokens that read some pages; each KV head of each request is a request of its own to the kernel.
+    """Generated tokens that attend to some pages; each KV head of each request is a request of its own for the kernel.
 
     Attributes:
         call: of these requests.
-        table: int32 [n, width], pages that each could read.
+        table: int32 [n, width], candidate pages of each.
         sizes: int32 [n], entries in them.
         counts: int32 [n], pages to read.
         channels: int64 [n]; see PagedReader.question.
@@ -54,12 +54,12 @@ class SparseCall:
 
 @dataclass(frozen=True)
 class PromptCall:
-    """Many tokens of one request, to which kvsieve's own kernel attends.
+    """Many tokens of one request, for kvsieve's own kernel.
 
     Attributes:
         segment: the tokens.
         pages: int64, all pages of the request.
-        stored: entries in them, the tokens' own included.
+        stored: entries in them, including the tokens' own.
     """
 
     segment: Segment
@@ -74,7 +74,7 @@ class Packing:
     Attributes:
         pages: int64, all pages of the request.
         stored: entries in them.
-        kept: pages that the chosen entries fill.
+        kept: pages filled by the chosen entries.
     """
 
     pages: Tensor
@@ -84,12 +84,12 @@ class Packing:
 
 @dataclass(frozen=True)
 class SegmentEnd:
-    """Work of an evictor behind a segment.
+    """Work of an evictor after a segment.
 
     Attributes:
         segment: the request's tokens.
-        block: the request's first block, which no other has at the same time; -1 where nothing is remembered.
-        earlier: queries of the tokens before it were kept, and are looked at with its own.
+        block: the request's first block, unique at any time; -1 if nothing is remembered.
+        earlier: queries of earlier tokens were kept, for use with its own.
         later: queries of its last tokens are to be kept.
         packing: entries to be packed; None for none.
     """
@@ -103,15 +103,15 @@ class SegmentEnd:
 
 @dataclass(frozen=True)
 class Round:
-    """Calls between two moments at which entries are packed.
+    """Calls between two moments of packing.
 
     Attributes:
         rows: of the batch.
-        whole: all rows but those of `prompts`, each attending to everything; None for none, or where no layer wants it.
-        sparse: rows that read sparsely; None for none.
+        whole: all rows except those of `prompts`, each with dense attention; None for none, or if no layer needs it.
+        sparse: rows that attend sparsely; None for none.
         rest: the other rows; None for none.
-        prompts: long segments, for each of which there is a kernel of our own.
-        ends: work behind some segments.
+        prompts: long segments for kvsieve's own kernel.
+        ends: work after some segments.
     """
 
     rows: slice | Tensor
@@ -124,6 +124,6 @@ class Round:
 
 @dataclass
 class PlannedStep:
-    """Metadata of a step that a plan adds: rounds; None where the step is as without one."""
+    """Metadata of a step under a plan: rounds; None for a step without changes."""
 
     rounds: list[Round] | None = None

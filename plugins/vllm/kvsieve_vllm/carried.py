@@ -1,4 +1,4 @@
-"""Plans that vLLM's engine can carry, and the reasons why others cannot be."""
+"""Plans that vLLM's engine supports, and the reasons against others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvsieve.planning.plans import Plan
 from kvsieve.planning.roles import Evictor, PagedReader, Reader
 
 CHUNKED = "vLLM cuts prompts into chunks as its schedule has it, and what is chosen would depend on the other requests"
-# Roles that nothing carries, and why.
+# Unsupported roles, and the reasons.
 _NO_ROLE = {
     "propagate": "token propagation lets tokens stop after a layer; vLLM's models pass all tokens through all layers",
     "prefill": "prompts are read by kernels that attend to every block",
@@ -18,7 +18,7 @@ _NO_ROLE = {
 
 
 def check_carried(plan: Plan) -> None:
-    """Refuse a plan that the engine cannot carry.
+    """Refuse a plan that the engine does not support.
 
     Raises:
         PlanError: with every reason.

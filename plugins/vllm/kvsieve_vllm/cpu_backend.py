@@ -21,7 +21,7 @@ from kvsieve_vllm.attention import PlannedAttention, PlannedBackend, planner_for
 from kvsieve_vllm.calls import PagedCall, PlannedStep
 from kvsieve_vllm.cpu_pages import MOST, PageLayout, page_layout
 
-# New tokens of a request that are worth the reading of what it has stored, entry by entry.
+# Fewest new tokens of a request for which gathering its stored entries pays off.
 LONG = 256
 
 
@@ -30,12 +30,12 @@ class SieveCPUBackend(PlannedBackend, CPUAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[SieveCPUAttention]:
-        """Return what attends."""
+        """Return the class of the attention."""
         return SieveCPUAttention
 
     @staticmethod
     def get_builder_cls() -> type[SieveCPUBuilder]:
-        """Return what makes the metadata of a step."""
+        """Return the class of the metadata builder."""
         return SieveCPUBuilder
 
 
@@ -45,7 +45,7 @@ class SieveCPUMetadata(PlannedStep, CPUAttentionMetadata):
 
 
 class SieveCPUBuilder(CPUAttentionMetadataBuilder):
-    """Makes the metadata of a step; one that needs no more than vLLM's is left as it is."""
+    """Builds the metadata of a step; vLLM's alone if no more is needed."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -53,9 +53,9 @@ class SieveCPUBuilder(CPUAttentionMetadataBuilder):
         self._init_reorder_batch_threshold(1)
 
     def _long(self) -> int | None:
-        """Rows of a request from which on kvsieve's kernel, where there is one, attends to them faster than vLLM's.
+        """Return the fewest rows of a request for which kvsieve's kernel, if available, is faster than vLLM's.
 
-        With AMX vLLM's own multiplies matrices with it.
+        With AMX vLLM's own kernel is always used.
         """
         dtype = self.kv_cache_spec.dtype
         numbers = self.block_size * self.head_dim
@@ -63,7 +63,7 @@ class SieveCPUBuilder(CPUAttentionMetadataBuilder):
         return LONG if ours else None
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """Make the metadata; see AttentionMetadataBuilder."""
+        """Return the metadata; see AttentionMetadataBuilder."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if self._planner is None:
             return metadata

@@ -1,4 +1,4 @@
-"""Pages of vLLM's CPU cache: how its kernels lay out keys and values in them, and entries read from and put there."""
+"""Pages of vLLM's CPU cache: layout of its kernels, and reading and writing of entries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
 
-# Numbers of a page that bits of 16 can tell apart.
+# Numbers distinguishable in 16 bits.
 MOST = 1 << 15
 
 
@@ -16,7 +16,7 @@ class PageLayout:
     """Order of the numbers of a page, by KV head.
 
     A kernel may interleave channels and entries for its instructions. The order is found by storing numbered keys and
-    values and looking where they are, so that no kernel's layout is written down here.
+    values and locating them, so that no kernel's layout is hard-coded.
 
     Args:
         isa: the kernel's name.
@@ -50,7 +50,7 @@ class PageLayout:
             self._from.append(found.argsort())
 
     def read(self, cache: Tensor, pages: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Read keys and values [heads, size, dim] of the first `size` entries of int64 `pages`, in order.
+        """Return keys and values [heads, size, dim] of the first `size` entries of int64 `pages`, in order.
 
         cache: [pages, heads, page, 2 * dim], as vLLM has it.
         """
@@ -77,5 +77,5 @@ class PageLayout:
 
 @functools.cache
 def page_layout(isa: str, page: int, dim: int, dtype: torch.dtype) -> PageLayout:
-    """Return the layout of a kernel's pages, found once."""
+    """Return the cached layout of a kernel's pages."""
     return PageLayout(isa, page, dim, dtype)

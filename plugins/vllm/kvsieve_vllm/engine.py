@@ -1,4 +1,4 @@
-"""Options of an engine that a plan does not go with, and those that are switched off for it, aloud."""
+"""Engine options that are incompatible with plans, and those switched off with a warning."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvsieve_vllm.names import ANY_VERSION
 from kvsieve_vllm.options import EngineOptions
 from kvsieve_vllm.reading import PageReading
 
-# Of vLLM, those that the contract tests have run with.
+# Versions of vLLM that the contract tests ran with.
 TESTED = ("0.32.0",)
-# vLLM tells its attention backends the lengths of prompts where a model has a window of this kind; where they are
-# extended, nothing else looks at it. So large a window would hide nothing.
+# vLLM passes prompt lengths to its attention backends if a model has a window of this kind; in the extended backends it
+# has no other effect. So large a window hides nothing.
 PROMPT_LENGTHS = 1 << 30
-# Options and kinds of models that no plan goes with.
+# Options and kinds of models that are incompatible with every plan.
 REFUSED = {
     "speculative": "speculative decoding reads several tokens at once, some of which are taken back",
     "kv_transfer": "a KV connector brings in and takes away blocks that the plugin would not see",
@@ -34,7 +34,7 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """Facts of an engine's configuration that a plan may not go with.
+    """Facts of an engine's configuration that may be incompatible with a plan.
 
     Attributes:
         version: of vLLM.
@@ -44,7 +44,7 @@ class EngineFacts:
         kv_cache_dtype: "auto", or that of a quantised cache.
         recurrent: some layers have recurrent states.
         prefix_caching: with prefix caching.
-        refused: keys of REFUSED that it has.
+        refused: its keys of REFUSED.
     """
 
     version: str
@@ -58,7 +58,7 @@ class EngineFacts:
 
 
 def check_version(version: str) -> None:
-    """Refuse a version of vLLM that was not tested. Raises UnsupportedOptionError."""
+    """Refuse an untested version of vLLM. Raises UnsupportedOptionError."""
     if version not in TESTED and os.environ.get(ANY_VERSION) != "1":
         raise UnsupportedOptionError(
             f"kvsieve's plugin is tested with vLLM {', '.join(TESTED)}, this is {version}: install vllm=={TESTED[-1]}, "
@@ -67,11 +67,11 @@ def check_version(version: str) -> None:
 
 
 def check_engine(options: EngineOptions, facts: EngineFacts) -> None:
-    """Refuse what does not go together.
+    """Refuse incompatible options.
 
     Raises:
-        PlanError: the engine cannot carry the plan.
-        UnsupportedOptionError: options of the engine that do not go with it, all of them named.
+        PlanError: the engine does not support the plan.
+        UnsupportedOptionError: incompatible options of the engine, all of them named.
     """
     check_version(facts.version)
     plan = options.plan
@@ -93,14 +93,14 @@ def check_engine(options: EngineOptions, facts: EngineFacts) -> None:
 
 
 def needs_no_prefix_caching(options: EngineOptions, facts: EngineFacts) -> str | None:
-    """Tell why prefix caching must be off; None where it may be on, or is off."""
+    """Return the reason to switch prefix caching off; None if it may be on, or is off."""
     if facts.prefix_caching and options.plan.evict is not None:
         return "an evictor puts other entries into the blocks that a prompt begins with"
     return None
 
 
 def settle(options: EngineOptions, hf_config: Any, tokenizer: str | None) -> EngineOptions:
-    """Fill in what the plan leaves to the model: parameters of its profile, its depth, its tokenizer's digits.
+    """Return options with the plan's model-dependent parts filled in: profile, depth, and the tokenizer's digits.
 
     Args:
         options: as given.

@@ -1,9 +1,9 @@
-"""Generated tokens in CUDA graphs: a step's numbers in tensors that stay where they are.
+"""Generated tokens in CUDA graphs: a step's numbers in tensors with fixed addresses.
 
-A graph launches again what was launched when it was captured, with the same shapes, on the same addresses; what is
-decided on the host in between is lost. So lengths, counts and pages lie in tensors that every step fills anew, as wide
-as the longest request needs, and every layer reads sparsely even where a short request reads all its pages. vLLM's own
-tensors of a step, the block table and the lengths among them, are such already.
+A graph replays the captured launches, with the same shapes and addresses; decisions on the host in between are lost. So
+every step refills tensors for lengths, counts and pages, as wide as the longest request needs, and every layer attends
+sparsely even if a short request reads all its pages. vLLM's own tensors of a step, including the block table and the
+lengths, already have fixed addresses.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kvsieve_vllm.options import EngineOptions
 
 
 class ReplayedSteps:
-    """Makes rounds of generated tokens whose tensors are always the same ones.
+    """Builds rounds of generated tokens in fixed tensors.
 
     Args:
-        planner: of the layers, whose plan reads and does not evict; what it schedules must not depend on values of
+        planner: of the layers, with a plan that reads and does not evict; its schedule must not depend on values of
             tensors.
         requests: most requests of a step.
         longest: most tokens of a request.
@@ -40,7 +40,7 @@ class ReplayedSteps:
         self._schedule = planner.schedule
         self._requests = requests
         self._longest = longest
-        # Requests up to the budget are read whole, and budgets grow with lengths: each number of pages at its least.
+        # Requests up to the budget read all pages, and budgets grow with lengths: the minimum of each number of pages.
         reads = [self._reading.read(length, length) for length in (*range(1, longest, facts.page), longest)]
         self._most = max(2, *(each.pages for each in reads))
         self._by_channels = any(each.channels < self._reading.dim for each in reads)
@@ -50,17 +50,17 @@ class ReplayedSteps:
         self._channels = moved(torch.zeros(requests, dtype=torch.int64))
 
     def round(self, common: Any, captured: bool = False) -> Round | None:
-        """Fill the tensors for a step; None where not all of its rows are generated tokens, or too many.
+        """Fill the tensors for a step; None if not all rows are generated tokens, or there are too many.
 
         Args:
             common: vLLM's CommonAttentionMetadata.
-            captured: the step is made up, for a graph to be captured.
+            captured: a dummy step, for a graph capture.
         """
         number = common.num_reqs
         if number > self._requests or common.num_actual_tokens != number or common.max_query_len != 1:
             return None
         ends, prompts = lengths_of(common)
-        # Rows behind the requests fill up the graph's size, and have no length.
+        # Rows after the requests pad to the graph's size, with length 0.
         if not captured and any(0 < end <= prompt for end, prompt in zip(ends, prompts, strict=True)):
             return None
         self._fill(ends)
@@ -89,7 +89,7 @@ class ReplayedSteps:
         return Round(rows, whole, sparse, None, [], [])
 
     def _fill(self, ends: list[int]) -> None:
-        """Put what the requests' lengths decide into the tensors; an entry of page 0 is read where there is none."""
+        """Fill the tensors that depend on the requests' lengths; absent requests read one entry of page 0."""
         read = [self._reading.read(end, end) for end in ends]
         for into, numbers in (
             (self._counts, [each.pages for each in read]),
@@ -101,7 +101,7 @@ class ReplayedSteps:
 
 @functools.cache
 def install() -> None:
-    """Keep steps that end a prompt with one token out of the graphs of generated tokens; once in a process.
+    """Keep steps that end a prompt with one token out of the graphs of generated tokens; once per process.
 
     vLLM takes such a step for one in which all requests generate.
     """

@@ -1,4 +1,4 @@
-"""Counts of what eviction frees, among vLLM's own statistics."""
+"""Counts of blocks freed by eviction, in vLLM's own statistics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-# Keys under which they travel from the scheduler's process, in a dict of counts that vLLM passes on as it is.
+# Keys of the counts in a dict that vLLM passes unchanged from the scheduler's process.
 _PREFIX = "kvsieve_"
 _HELP = {
     "requests": "Evictions: requests whose blocks were freed.",
@@ -19,19 +19,19 @@ _HELP = {
 
 
 class FreedCounts:
-    """Sums since they were last taken."""
+    """Sums since the last `take`."""
 
     def __init__(self) -> None:
         self._sums = dict.fromkeys(_HELP, 0)
         self._last: tuple[str, int] | None = None
 
     def add(self, moment: tuple[str, int], blocks: int, entries: int) -> None:
-        """Count one request's eviction, once for all groups of layers that take part in it.
+        """Count one request's eviction, once for all groups of layers.
 
         Args:
-            moment: the request, and its tokens that were processed.
+            moment: the request, and its processed tokens.
             blocks: freed.
-            entries: per KV head that its other blocks hold.
+            entries: per KV head in its other blocks.
         """
         counted = moment == self._last
         self._last = moment
@@ -39,7 +39,7 @@ class FreedCounts:
             self._sums[name] += count
 
     def take(self) -> dict[str, int]:
-        """Return the sums that are not 0, and begin anew."""
+        """Return the sums that are not 0, and reset them."""
         taken = {name: count for name, count in self._sums.items() if count}
         self._sums = dict.fromkeys(_HELP, 0)
         return taken
@@ -50,7 +50,7 @@ COUNTS = FreedCounts()
 
 @functools.cache
 def install() -> None:
-    """Let vLLM's scheduler send the counts, and its Prometheus registry hold them; once in a process."""
+    """Let vLLM's scheduler send the counts, and its Prometheus registry export them; once per process."""
     scheduler = importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler
     manager = importlib.import_module("vllm.v1.metrics.loggers").StatLoggerManager
     scheduler.make_stats = _with_counts(scheduler.make_stats)
@@ -84,7 +84,7 @@ def _recorded(record: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _counters() -> dict[str, Any]:
-    """Make the counters anew: vLLM takes all of its prefix out of the registry when an engine begins."""
+    """Create the counters again: vLLM unregisters all with its prefix when an engine starts."""
     from prometheus_client import REGISTRY, Counter
 
     for counter in _registered.values():

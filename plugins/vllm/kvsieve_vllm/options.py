@@ -1,4 +1,4 @@
-"""The plugin's options as a user gives them, and as the processes of an engine hand them on."""
+"""The plugin's options, as given by users and passed between processes of an engine."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class EngineOptions:
     """A plan for an engine.
 
     Attributes:
-        plan: as the user wrote it, or settled for a model.
+        plan: as the user wrote it, or completed for a model.
         text: as the user wrote it.
-        settled: nothing of the plan is left to the model.
-        self_test: read sparsely even what is read whole, and evict by packing everything in reverse, so that tests can
-            compare with dense attention.
+        settled: the plan is complete for the model.
+        self_test: attend sparsely to all pages, and evict by packing everything in reverse, so that tests can compare
+            with dense attention.
     """
 
     plan: Plan
@@ -33,13 +33,13 @@ class EngineOptions:
 
     @classmethod
     def given(cls, additional_config: Any) -> EngineOptions | None:
-        """Read them from vLLM's `additional_config`, or from the environment; None where there are none.
+        """Return the options in vLLM's `additional_config`, or in the environment; None without any.
 
         Args:
-            additional_config: a dict whose "kvsieve" is a plan as text, or a dict with "plan".
+            additional_config: a dict with "kvsieve": a plan as text, or a dict with "plan".
 
         Raises:
-            PlanError: the options or the plan cannot be read.
+            PlanError: invalid options or plan.
         """
         found = asked_for(additional_config)
         if found is None:
@@ -57,5 +57,5 @@ class EngineOptions:
         return cls(plan, text, settled is not None, bool(found.get("self_test", False)))
 
     def handed_on(self) -> dict[str, Any]:
-        """Return what `given` reads, for the engine's other processes."""
+        """Return the input of `given` for the engine's other processes."""
         return {"plan": self.text, "settled": self.plan.to_dict(), "self_test": self.self_test}

@@ -1,4 +1,4 @@
-"""Evictors on blocks: which entries of a request stay, in order, for the blocks that it keeps."""
+"""Evictors on blocks: the entries of a request that stay, in order, for its kept blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvsieve.types import LayerContext, Step
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """Facts of a layer's attention that evictors ask for.
+    """Facts of a layer's attention for evictors.
 
     Attributes:
         layer_idx: index of the layer.
@@ -32,14 +32,14 @@ class LayerFacts:
 
 @dataclass(frozen=True)
 class Offered:
-    """A request's entries in a layer, among which an evictor chooses.
+    """A request's entries in a layer: the candidates of an evictor.
 
     Attributes:
         query: [L, query heads, D], those of the last L tokens.
-        keys: [H, N, D], all that is stored.
+        keys: [H, N, D], all stored keys.
         values: [H, N, Dv].
         state: the evictor's, of the request.
-        ends_prompt: the prompt is complete only now.
+        ends_prompt: this pass completes the prompt.
     """
 
     query: Tensor
@@ -50,14 +50,14 @@ class Offered:
 
 
 def choose_entries(evictor: Evictor, layer: LayerFacts, offered: Offered, kept: int, tail: int) -> Tensor:
-    """Choose the entries of each KV head that fill the blocks which stay.
+    """Choose the entries of each KV head for the kept blocks.
 
     Args:
         evictor: ranks the entries.
         layer: the layer's facts.
         offered: the entries.
         kept: entries to choose.
-        tail: last entries, which stay where they are and are not among those chosen.
+        tail: last entries, which stay in place and are not candidates.
 
     Returns:
         int64 [H, kept], ascending.
@@ -98,13 +98,13 @@ def choose_entries(evictor: Evictor, layer: LayerFacts, offered: Offered, kept: 
 
 
 class ObservedQueries:
-    """Queries of a request's last tokens, kept for the pass in which an evictor looks at them.
+    """Queries of requests' last tokens, kept for the evictor.
 
-    A request is known by the block that it begins with, which no other holds at the same time. What is left of one
-    that never came to its end is forgotten when the next begins there.
+    A request is identified by its first block, unique at any time. Data of an aborted request are dropped when the next
+    one starts there.
 
     Args:
-        window: queries that an evictor looks at.
+        window: the evictor's observation window.
         most: requests at a time.
     """
 
@@ -118,7 +118,7 @@ class ObservedQueries:
 
         Args:
             block: the request's first block.
-            end: tokens of it that have been processed.
+            end: its processed tokens.
             query: [L, query heads, D], those of the last L tokens.
         """
         self._held.pop(block, None)
@@ -127,7 +127,7 @@ class ObservedQueries:
         self._held[block] = end, query[-self._window :].clone()
 
     def joined(self, block: int, start: int, query: Tensor) -> Tensor:
-        """Put the queries that were kept before a segment's own.
+        """Return the kept queries followed by a segment's own.
 
         Args:
             block: the request's first block.
@@ -135,7 +135,7 @@ class ObservedQueries:
             query: [L, query heads, D], the segment's.
 
         Raises:
-            CacheStateError: others were kept.
+            CacheStateError: the kept queries are not those before `start`.
         """
         end, held = self._held.pop(block, (0, query[:0]))
         if end != start:
@@ -147,10 +147,10 @@ class ObservedQueries:
 
 
 class EvictorStates:
-    """Findings of an evictor about requests, for when it acts on them again; known as in ObservedQueries.
+    """State of an evictor for repeated eviction, per request; identified as in ObservedQueries.
 
     Args:
-        most: requests at a time. The states of twice as many are kept, the ones asked for last.
+        most: requests at a time. The most recently used states of twice as many are kept.
     """
 
     def __init__(self, most: int) -> None:
@@ -158,11 +158,11 @@ class EvictorStates:
         self._held: dict[int, dict[str, Any]] = {}
 
     def of(self, block: int, begins: bool) -> dict[str, Any]:
-        """Return a request's state; to be called in every step of it.
+        """Return a request's state; must be called in every step of it.
 
         Args:
             block: the request's first block.
-            begins: its prompt is complete only now; what an earlier request left there is forgotten.
+            begins: this step completes its prompt; the state of an earlier request is dropped.
         """
         state = self._held.pop(block, {})
         while len(self._held) >= 2 * self._most:

@@ -1,13 +1,12 @@
-"""Summaries of pages, and which pages a token reads.
+"""Summaries of pages, and the choice of pages that a token attends to.
 
-A page is a block of the engine's KV cache. Where a reader has a `page` of its own, a block has parts of so many entries
-and counts as its best part. Beside the cache lie the greatest and the least value of every key channel over
-each page or part, per KV head, or the sum of its keys. A reader's `question` has the weights that make logits of these.
-Softmax weights of pages are summed over the query heads of a KV head, as everywhere in kvsieve, and blocks that weigh
-most are read whole.
+A page is a block of the engine's KV cache. If a reader has a `page` of its own, a block has parts of so many entries
+and scores as its best part. Next to the cache, each page or part has the maximum and minimum of every key channel, per
+KV head, or the sum of its keys. A reader's `question` has the weights that turn these into logits. Softmax weights of
+pages are summed over the query heads of a KV head, and the blocks with the largest weights are read.
 
-Plain torch, or on CPUs the C kernels of `kernels.cpu.pages`, and on GPUs two Triton kernels, which ask all pages of all
-heads and choose among them; all choose the same pages up to ties; nothing here knows vLLM.
+Implementations: torch, the C kernels of `kernels.cpu.pages` on CPUs, and two Triton kernels on GPUs. All choose the
+same pages up to ties. Independent of vLLM.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kvsieve.kernels.cpu import pages as compiled
 
 
 class PageBounds:
-    """Greatest and least key values of every page and KV head of a layer, or the sums of its keys.
+    """Maximum and minimum of the keys of every page and KV head of a layer, or the sums of its keys.
 
     Args:
         pages: pages of the cache.
@@ -49,7 +48,7 @@ class PageBounds:
         self.table = like.new_zeros(pages * parts, heads, 1 if means else 2, dim, dtype=dtype)
 
     def update(self, keys: Tensor, slots: Tensor) -> None:
-        """Take in new keys; the first place of a part begins it anew.
+        """Include new keys; the first entry of a part resets it.
 
         Args:
             keys: [tokens, heads, dim].
@@ -63,7 +62,7 @@ class PageBounds:
         ):
             compiled.update_bounds(self.table, keys, slots, self.page)
             return
-        # Without waiting for the device: page 0, which engines keep for padding, takes what goes nowhere.
+        # Without a device synchronization: keys that are not stored go to page 0, which engines reserve for padding.
         stored = slots >= 0
         at = torch.where(stored, slots // self.page, 0)
         begun = torch.where(stored & (slots % self.page == 0), at, 0)
@@ -78,7 +77,7 @@ class PageBounds:
         self.table[0] = 0
 
     def replace(self, pages: Tensor, keys: Tensor) -> None:
-        """Put the bounds of whole pages in place.
+        """Set the bounds of whole pages.
 
         Args:
             pages: int64 [n].
@@ -95,21 +94,21 @@ class PageBounds:
 def choose_pages(
     bounds: Tensor, question: Tensor, table: Tensor, sizes: Tensor, counts: Tensor, most: int, page: int, parts: int = 1
 ) -> Tensor:
-    """Choose the pages that each request's KV heads read, the newest one always among them.
+    """Choose the pages that each request's KV heads attend to, including the newest.
 
     Args:
         bounds: the table of PageBounds.
         question: see PagedReader.question.
         table: int32 [requests, width], pages of each request in order.
         sizes: int32 [requests], entries of each.
-        counts: int32 [requests], pages to choose of each; one that has no more gets them all.
+        counts: int32 [requests], pages to choose of each, or all if there are fewer.
         most: largest of the counts.
         page: entries of a page.
         parts: of each page.
 
     Returns:
-        int32 [requests, heads, most]: page * heads + head, as in a cache whose pages are taken apart by heads, in the
-        table's order. What lies behind a request's count or pages has no meaning and names some page.
+        int32 [requests, heads, most]: page * heads + head, for a cache with one head per page, in the table's order.
+        Entries after a request's count or pages are arbitrary valid pages.
     """
     if usable(bounds):
         return compiled.choose_pages(bounds, question, table, sizes, counts, most, page, parts)
@@ -140,7 +139,7 @@ def _parted(table: Tensor, parts: int) -> Tensor:
 
 
 def _weights(bounds: Tensor, question: Tensor, table: Tensor, sizes: Tensor, page: int) -> Tensor:
-    """Weigh every page, or part of one, for all query heads of a KV head together: [requests, heads, width]."""
+    """Return the weight of every page or part, summed over the query heads of a KV head: [requests, heads, width]."""
     places = torch.arange(table.shape[1], device=table.device)
     pages = (sizes.long() + page - 1) // page
     newest = places == (pages - 1)[:, None]
@@ -149,7 +148,7 @@ def _weights(bounds: Tensor, question: Tensor, table: Tensor, sizes: Tensor, pag
         scores = kernels.paged_scores(bounds, question, table, sizes, page)
     else:
         scores = torch.einsum("rhgc,rphc->rhgp", question.flatten(3), bounds[table.long()].float().flatten(3))
-    # A page counts by its part that is filled, in the softmax; its weight is that of one that is full.
+    # In the softmax a page counts by its filled part; its weight is that of a full page.
     part = torch.where(newest, (sizes - (pages - 1) * page)[:, None] / page, 1.0)[:, None, None]
     if bounds.shape[2] == 1:
         scores = scores / part
@@ -158,5 +157,5 @@ def _weights(bounds: Tensor, question: Tensor, table: Tensor, sizes: Tensor, pag
 
 
 def usable(bounds: Tensor) -> bool:
-    """Tell whether the C kernels work on these bounds."""
+    """Return True if the C kernels support these bounds."""
     return bounds.device.type == "cpu" and bounds.dtype in compiled.DTYPES and compiled.built().reason is None

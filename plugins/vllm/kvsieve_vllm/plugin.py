@@ -1,8 +1,8 @@
-"""The entry point that every process of vLLM calls; nothing changes unless a plan is configured.
+"""Entry point called by every process of vLLM; nothing changes unless a plan is configured.
 
-Two functions of vLLM's platform are wrapped. One is where a platform looks over a finished configuration: options are
-read there, refused or settled for the model, and handed on to the engine's other processes within the configuration.
-The other names the attention backend of a layer: where a plan is configured, it is one of ours.
+Two functions of vLLM's platform are wrapped. The first checks a finished configuration: options are read there, refused
+or completed for the model, and passed to the engine's other processes within the configuration. The second returns the
+attention backend of a layer: with a plan, one of the plugin's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvsieve_vllm.engine import EngineFacts
 
 logger = logging.getLogger("vllm.kvsieve")
-# vLLM's backends that are extended, by their names there, and those that extend them.
+# vLLM's extended backends by name, and their extensions.
 BACKENDS = {
     "CPU_ATTN": "kvsieve_vllm.cpu_backend.SieveCPUBackend",
     "TRITON_ATTN": "kvsieve_vllm.triton_backend.SieveTritonBackend",
@@ -28,7 +28,7 @@ BLOCK_SIZE = 32
 
 @functools.cache
 def register() -> None:
-    """Wrap what the module tells of; the entry point of ``vllm.general_plugins``."""
+    """Wrap the two functions; the entry point of ``vllm.general_plugins``."""
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
@@ -50,7 +50,7 @@ def register() -> None:
         if plan is not None and selected_backend is None and cls.device_type == "cuda":
             from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-            # vLLM prefers others there, and tells why where this one does not go with the model.
+            # vLLM prefers others there, and reports if this one does not support the model.
             selected_backend = AttentionBackendEnum.TRITON_ATTN
         found: str = backend(cls, selected_backend, *args, **kwargs)
         return found if plan is None else _ours(found)
@@ -60,15 +60,15 @@ def register() -> None:
 
 
 def configure(vllm_config: Any) -> None:
-    """Read the options of a configuration that is complete, refuse what cannot be, and hand the rest on.
+    """Read the options of a complete configuration, refuse unsupported ones, and pass on the rest.
 
     Raises:
-        PlanError: the plan cannot be read, or the engine cannot carry it.
-        UnsupportedOptionError: an option of the engine does not go with it.
+        PlanError: the plan is invalid, or the engine does not support it.
+        UnsupportedOptionError: an option of the engine is incompatible with it.
     """
     from vllm.v1.attention.selector import _cached_get_attn_backend
 
-    # It may know the backend of an earlier engine of this process.
+    # It may have cached the backend of an earlier engine of this process.
     _cached_get_attn_backend.cache_clear()
     if asked_for(vllm_config.additional_config) is None or vllm_config.model_config is None:
         return
@@ -92,7 +92,7 @@ def configure(vllm_config: Any) -> None:
         logger.warning("kvsieve: prefix caching is switched off, because %s", why)
         cache.enable_prefix_caching = False
         if facts.recurrent:
-            # What vLLM itself decides where it is off: a request keeps one state per recurrent layer, the latest.
+            # vLLM's own choice without prefix caching: a request keeps one state per recurrent layer, the latest.
             cache.mamba_cache_mode = "none"
             cache.mamba_block_size = model.max_model_len
     settle_graphs(vllm_config.compilation_config, options.plan.evict is not None)
@@ -105,14 +105,14 @@ def configure(vllm_config: Any) -> None:
 
 
 def settle_graphs(compilation_config: Any, evicts: bool) -> None:
-    """Leave attention out of CUDA graphs where something is evicted, aloud; what lies between may stay in them."""
+    """Exclude attention from CUDA graphs under an evictor, with a warning; the rest may stay in them."""
     from vllm.config import CUDAGraphMode
 
     mode = compilation_config.cudagraph_mode
     if mode is None or not mode.has_full_cudagraphs():
         return
     if not evicts:
-        # What is known of pages must be there before, and kernels be loaded.
+        # Bounds of pages must exist before, and kernels be loaded.
         compilation_config.cudagraph_num_of_warmups = max(compilation_config.cudagraph_num_of_warmups, 1)
         return
     left = CUDAGraphMode.PIECEWISE if mode.has_piecewise_cudagraphs() else CUDAGraphMode.NONE
@@ -125,7 +125,7 @@ def settle_graphs(compilation_config: Any, evicts: bool) -> None:
 
 
 def facts_of(vllm_config: Any) -> EngineFacts:
-    """Gather the facts of a configuration."""
+    """Return the facts of a configuration."""
     import vllm
     from vllm.platforms import current_platform
 

@@ -1,4 +1,4 @@
-"""Readers on an engine's pages: which layers read sparsely, and how many pages a token reads."""
+"""Readers on an engine's pages: layers with sparse attention, and pages that a token attends to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONGEST = 1 << 30
 
 
 class PagesRead(NamedTuple):
-    """Pages that a generated token reads, entries in them, and key channels that they are chosen by."""
+    """Number of pages that a generated token attends to, entries in them, and key channels of their scores."""
 
     pages: int
     entries: int
@@ -43,17 +43,17 @@ class PageReading:
 
     @classmethod
     def of(cls, options: EngineOptions, page: int, dim: int, num_layers: int) -> PageReading | None:
-        """Return a plan's reader on pages; None where no layer reads sparsely."""
+        """Return a plan's reader on pages; None if no layer attends sparsely."""
         if not isinstance(options.plan.read, PagedReader):
             return None
         reading = cls(options.plan.read, page, dim, num_layers, options.self_test)
         return reading if reading.layers else None
 
     def check(self) -> None:
-        """Refuse pages that the reader does not fit.
+        """Refuse pages that do not suit the reader.
 
         Raises:
-            PlanError: they do not divide into the reader's own, or are too large for its budget; or layers differ.
+            PlanError: they are not divisible into the reader's own, or too large for its budget; or layers differ.
         """
         name = type(self.reader).__name__
         own = self.reader.page
@@ -77,25 +77,25 @@ class PageReading:
 
     @functools.cached_property
     def layers(self) -> tuple[int, ...]:
-        """Layers that read sparsely."""
+        """Layers with sparse attention."""
         return tuple(layer for layer in range(self.num_layers) if self._setting(layer, _LONGEST) is not None)
 
     @property
     def everywhere(self) -> bool:
-        """True if all layers read sparsely."""
+        """True if all layers have sparse attention."""
         return len(self.layers) == self.num_layers
 
     @property
     def parts(self) -> int:
-        """Parts of a page that have summaries of their own."""
+        """Parts of a page with their own summaries."""
         return self.page // (self.reader.page or self.page)
 
     def read(self, length: int, size: int) -> PagesRead:
-        """Return what a generated token reads.
+        """Return the pages read by a generated token.
 
         Args:
             length: tokens of the request; 0 for none, which reads one entry.
-            size: entries that are stored of them.
+            size: its stored entries.
         """
         size = max(size, 1)
         setting = self._setting(self.layers[0], max(length, 1))

@@ -1,10 +1,9 @@
-"""Blocks of a request that an evictor keeps, by numbers that the scheduler and the workers work out alike.
+"""Blocks of a request that an evictor keeps, computed identically by scheduler and workers.
 
-Once a prompt of P tokens is complete, each KV head's best entries among the prompt's whole blocks lie in the first r
-blocks; the prompt's last, partly filled block stays as it is, and new tokens go on behind it. The blocks in between
-hold nothing: a gap. An evictor that acts while decoding, too, widens it. Both sides know P and how many tokens have
-been processed, and nothing else is needed to tell where the gap is, so there is no state that a preemption, a
-resumption or an abort could leave behind.
+Once a prompt of P tokens is complete, each KV head's best entries among the prompt's full blocks are packed into the
+first r blocks; the prompt's last, partly filled block is unchanged, and new tokens follow it. The blocks in between are
+empty: a gap. Eviction while decoding widens it. The gap depends only on P and the number of processed tokens, known to
+both sides, so there is no state that a preemption, a resumption or an abort could leave stale.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from kvsieve.errors import PlanError
 from kvsieve.planning.roles import Evictor
 
-# Tokens of a prompt longer than any: what a share of it is fits every block.
+# Tokens of a prompt longer than any real one: any share of it exceeds a block.
 _LONGEST = 1 << 30
 
 
@@ -23,7 +22,7 @@ class BlockRetention:
     """An evictor that acts on blocks.
 
     Attributes:
-        evictor: what chooses.
+        evictor: chooses the entries.
         block: entries of a block.
         self_test: keep every entry.
     """
@@ -33,10 +32,10 @@ class BlockRetention:
     self_test: bool = False
 
     def check(self) -> None:
-        """Refuse a budget that no block fits into, as they may be large where states of recurrent layers are.
+        """Refuse a budget smaller than a block; blocks may be large in models with recurrent layers.
 
         Raises:
-            PlanError: the block is larger than what is kept of the longest prompt.
+            PlanError: the block is larger than the entries kept of the longest prompt.
         """
         most = self.evictor.entries(_LONGEST)
         if most < self.block:
@@ -47,14 +46,14 @@ class BlockRetention:
 
     @property
     def remembers(self) -> bool:
-        """True where the evictor goes on from what it found out about the same request before."""
+        """True if the evictor uses its earlier state of the same request."""
         again = self.evictor.when.steps is not None
         return self.evictor.traits.remembers and again and not self.self_test
 
     def kept_blocks(self, prompt: int) -> int:
-        """Return r, the whole blocks that a prompt's best entries fill: as many as its budget has room for.
+        """Return r, the number of full blocks for a prompt's best entries within the budget.
 
-        The last, partly filled block counts towards the budget; at least the evictor's minimum stays, also where that
+        The last, partly filled block counts towards the budget; at least the evictor's minimum stays, even if that
         block is empty because the evictor acts again.
         """
         if self.self_test:
@@ -65,14 +64,14 @@ class BlockRetention:
         return max(room, -(-least // self.block), 1)
 
     def gap(self, prompt: int, processed: int) -> tuple[int, int]:
-        """Return the first block that holds nothing and the first behind it that holds entries again.
+        """Return the first empty block and the first non-empty one after it.
 
         Args:
             prompt: P, tokens of the prompt.
-            processed: tokens whose pass is over.
+            processed: tokens of finished passes.
 
         Returns:
-            Indices among the request's blocks; equal where there is no gap.
+            Indices among the request's blocks; equal without a gap.
         """
         if processed < prompt:
             return 0, 0
@@ -98,22 +97,22 @@ class BlockRetention:
         return [at for at in asked if self.gap(prompt, at) != self.gap(prompt, at - 1)]
 
     def wants_queries(self, prompt: int, processed: int) -> bool:
-        """Tell whether the queries of the last tokens that were processed are looked at when the evictor acts next."""
+        """Return True if the evictor needs the queries of the last processed tokens when it acts next."""
         at = self._next(prompt, processed)
         return processed > 0 and at is not None and at - processed < self.evictor.window
 
     def stored(self, prompt: int, processed: int) -> int:
-        """Return the entries of a KV head that lie in blocks once so many tokens were processed."""
+        """Return the entries of a KV head in blocks after so many processed tokens."""
         first, end = self.gap(prompt, processed)
         return processed - (end - first) * self.block
 
     def _acted(self, prompt: int, processed: int) -> int:
-        """Return the length at which the evictor acted last, of a prompt that was read."""
+        """Return the length at which the evictor last acted on a complete prompt."""
         again = self.evictor.rhythm(prompt)
         return prompt if again is None else max(prompt, processed - (processed - again[1]) % again[0])
 
     def _next(self, prompt: int, processed: int) -> int | None:
-        """Return the length at which the evictor acts next."""
+        """Return the length of the next eviction."""
         if processed < prompt:
             return prompt
         again = None if self.self_test else self.evictor.rhythm(prompt)

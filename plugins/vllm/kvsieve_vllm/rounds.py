@@ -1,8 +1,8 @@
-"""One step of an engine, cut where eviction acts: what is attended to, packed, and attended to again.
+"""One step of an engine, split at evictions: attention, packing, and attention again.
 
-A step usually is one round. A request that was preempted comes back with the tokens that it had generated, and prompt
-and answer may be read in one piece: then the prompt's part is the first round, blocks are packed, and the rest, which
-must see what stayed as it did before, is the second. Where answers are read sparsely, each of their tokens is a round.
+A step usually is one round. A preempted request returns with its generated tokens, so prompt and answer may be
+processed together: then the prompt's part is the first round, blocks are packed, and the rest, which must see the kept
+entries only, is the second. Under a reader, each token of such an answer is a round.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class ScheduledTokens:
 
 @dataclass(frozen=True)
 class Segment:
-    """Part of a request's tokens, between two moments at which entries are packed.
+    """Part of a request's tokens, between two moments of packing.
 
     Attributes:
         request: the request's tokens of the step.
         start: tokens processed before it.
         end: tokens processed after it.
-        packs: entries are packed behind it.
+        packs: entries are packed after it.
     """
 
     request: ScheduledTokens
@@ -64,11 +64,11 @@ class Segment:
 def rounds_of(
     requests: Sequence[ScheduledTokens], retention: BlockRetention | None, singly: bool = False
 ) -> list[list[Segment]]:
-    """Cut a step into rounds; a request has at most one segment in each.
+    """Split a step into rounds; a request has at most one segment in each.
 
     Args:
         requests: in the order of the batch.
-        retention: what is kept; None where nothing is evicted.
+        retention: the evictor on blocks; None without one.
         singly: each generated token is a segment of its own.
     """
     rounds: list[list[Segment]] = [[]]
@@ -88,7 +88,7 @@ def rounds_of(
 
 
 def joined(rows: Sequence[slice]) -> slice | list[int]:
-    """Return the rows as one slice where they lie side by side, else as a list."""
+    """Return the rows as one slice if they are contiguous, else as a list."""
     if all(one.stop == other.start for one, other in itertools.pairwise(rows)):
         return slice(rows[0].start, rows[-1].stop)
     return [row for each in rows for row in range(each.start, each.stop)]

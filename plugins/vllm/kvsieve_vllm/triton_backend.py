@@ -1,11 +1,11 @@
 """vLLM's backend for GPUs in Triton, TRITON_ATTN, under a plan.
 
-Of vLLM's backends for CUDA this one fits best: its kernel reads any paged cache by strides and a block table, so that a
-KV head of a page can be a page of its own, it is there wherever Triton is, and its cache is laid out as on CPUs. No
-step waits for the device but those behind which something is packed or kept for that, and where nothing is evicted a
-step of generated tokens can be replayed from a CUDA graph.
+Chosen among vLLM's CUDA backends because its kernel reads any paged cache by strides and a block table, so that a KV
+head of a page can be a page of its own; it is available with every Triton; and its cache has the CPU layout. Only steps
+that pack or keep queries synchronize with the device, and without an evictor a step of generated tokens can be replayed
+from a CUDA graph.
 
-Not measured, and not run on a GPU: tests run it on CPU tensors, with Triton's interpreter in place of a GPU.
+Not measured, and not run on a GPU: tests run it on CPU tensors, with Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class SieveTritonBackend(PlannedBackend, triton_attn.TritonAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[SieveTritonAttention]:
-        """Return what attends."""
+        """Return the class of the attention."""
         return SieveTritonAttention
 
     @staticmethod
     def get_builder_cls() -> type[SieveTritonBuilder]:
-        """Return what makes the metadata of a step."""
+        """Return the class of the metadata builder."""
         return SieveTritonBuilder
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Return the one in which the heads of pages lie one behind the other, to be pages of their own."""
+        """Return the layout with contiguous heads of pages, usable as pages of their own."""
         return (KVCacheLayout.LBHNC,)
 
 
@@ -52,13 +52,13 @@ class SieveTritonMetadata(PlannedStep, triton_attn.TritonAttentionMetadata):
 
 @dataclass(frozen=True)
 class SplitSoftmax:
-    """Room in which the kernel divides long requests among programs, of few requests with one token each.
+    """Buffers for splitting long requests among programs, for few requests with one token each.
 
     Attributes:
-        most: requests up to which it does.
+        most: most requests to split.
         parts: of a request.
         outputs: float32 [rows, query heads, parts, dim padded], sums of values.
-        greatest: float32 [rows, query heads, parts], greatest logits.
+        greatest: float32 [rows, query heads, parts], maximum logits.
         sums: float32 [rows, query heads, parts], sums of exponentials.
     """
 
@@ -70,14 +70,14 @@ class SplitSoftmax:
 
 
 class SieveTritonBuilder(triton_attn.TritonAttentionMetadataBuilder):
-    """Makes the metadata of a step; one that needs no more than vLLM's is left as it is."""
+    """Builds the metadata of a step; vLLM's alone if no more is needed."""
 
     # How many rounds a step has is decided anew in every step; see get_cudagraph_support.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # The window by which vLLM comes to tell prompt lengths hides nothing, so the kernel need not look at it.
+        # The window that makes vLLM pass prompt lengths hides nothing, so the kernel may ignore it.
         self.rswa_window = None
         parts = triton_attn.NUM_PAR_SOFTMAX_SEGMENTS
         heads = self.num_heads_q
@@ -102,13 +102,13 @@ class SieveTritonBuilder(triton_attn.TritonAttentionMetadataBuilder):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Tell that steps in which all requests generate can be replayed, unless something is evicted behind them."""
+        """Return support for replaying steps in which all requests generate, unless the plan evicts."""
         options = EngineOptions.given(vllm_config.additional_config)
         reads = options is not None and options.plan.evict is None
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if reads else cls._cudagraph_support
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
-        """Make the metadata of a step that is made up, of one token of each request."""
+        """Return the metadata of a dummy step with one token per request."""
         metadata = self.build(0, common_attn_metadata)
         if self._replayed is not None:
             metadata.rounds = [self._replayed.round(common_attn_metadata, captured=True)]
@@ -117,7 +117,7 @@ class SieveTritonBuilder(triton_attn.TritonAttentionMetadataBuilder):
         return metadata
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """Make the metadata; see AttentionMetadataBuilder."""
+        """Return the metadata; see AttentionMetadataBuilder."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if self._planner is None:
             return metadata
@@ -130,7 +130,7 @@ class SieveTritonBuilder(triton_attn.TritonAttentionMetadataBuilder):
         return moved
 
     def _schedule(self, heads: int, kv_heads: int, lengths: Tensor, starts: Tensor) -> SplitSoftmax:
-        """Return the room, for as many rows of so many query heads as fit into it."""
+        """Return the buffers, for as many rows of so many query heads as fit."""
         split = self._split
         times = self.num_heads_q // heads
         return SplitSoftmax(split.most * times, split.parts, split.outputs, split.greatest, split.sums)
@@ -140,7 +140,7 @@ class SieveTritonAttention(PlannedAttention, triton_attn.TritonAttentionImpl):
     """A layer's attention with vLLM's Triton kernel."""
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Return False: outputs are put together from several calls."""
+        """Return False: outputs combine several calls."""
         return False
 
     def _attend_pages(

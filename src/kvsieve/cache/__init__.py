@@ -1,4 +1,4 @@
-"""Memories of keys and values. Pure torch; the adapters that transformers sees are in kvsieve.hf.cache."""
+"""Storage of keys and values. Pure torch; the adapters for transformers are in kvsieve.hf.cache."""
 
 from kvsieve.cache.contract import LayerMemory, View
 from kvsieve.cache.fixed import FixedEntries

@@ -1,4 +1,4 @@
-"""Encoded entries of one layer: blocks in a pool, and for each KV head of each row a list of its blocks."""
+"""Encoded entries of one layer: blocks in a pool, with a block list per KV row."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Body:
 
     Attributes:
         codec: encodes them.
-        dtype: of what is decoded.
+        dtype: of decoded entries.
         keys: encoded keys.
         values: encoded values.
         index: int32 [P, T], token index of each entry of the pool.
-        used: blocks of the pool that are in use; those behind are room for more, and are written in place.
-        table: int64 [R, M], blocks of each KV row; 0 beyond its last one. Never written to: another takes its place.
-        fills: int64 [R, M], entries of each of these blocks, T but where some were evicted; 0 beyond the last one.
+        used: blocks of the pool in use; the remaining ones are spare, and are written in place.
+        table: int64 [R, M], blocks of each KV row; 0 after its last one. Replaced, never written in place.
+        fills: int64 [R, M], entries of each of these blocks: T unless some were evicted; 0 after the last one.
     """
 
     def __init__(self, codec: Codec, rows: int, dims: tuple[int, int], dtype: torch.dtype, device: torch.device):
@@ -44,7 +44,7 @@ class Body:
         self.note_counts()
 
     def note_counts(self) -> None:
-        """Count entries, once table and fills are others."""
+        """Recount entries after a change of table and fills."""
         self.counts = self.fills.sum(1)
         known = self.counts.tolist()
         self.width = max(known, default=0)
@@ -54,7 +54,7 @@ class Body:
 
     @property
     def tokens(self) -> int:
-        """T, places of a block."""
+        """T, entries per block."""
         return self.codec.block if self.index is None else self.index.shape[1]
 
     def add(
@@ -66,7 +66,7 @@ class Body:
         fills: Tensor | None = None,
         asked: Tensor | None = None,
     ) -> None:
-        """Encode blocks and put each behind its KV row's others.
+        """Encode blocks and append each to its KV row.
 
         Args:
             keys: [N, T, D].
@@ -87,7 +87,7 @@ class Body:
         ]
         first = self._put(made, index)
         each = torch.bincount(rows, minlength=count)
-        # There may be places for more blocks than are left, once rows have gone.
+        # After rows were removed there may be more places than blocks.
         wide = max(self.table.shape[1], int((held + each).max()))
         table, filled = (part.new_zeros(count, wide) for part in (self.table, self.fills))
         table[:, : self.table.shape[1]], filled[:, : self.fills.shape[1]] = self.table, self.fills
@@ -100,7 +100,7 @@ class Body:
         self.note_counts()
 
     def _put(self, made: list[Codes], index: Tensor) -> int:
-        """Put blocks in the pool, whose buffers grow by a 32nd at least; the number of the first of them."""
+        """Put blocks in the pool, growing its buffers by at least 1/32; return the number of the first."""
         first = self.used
         new = len(index)
         self.used = first + new
@@ -121,7 +121,7 @@ class Body:
         return first
 
     def make_room(self, tokens: int) -> None:
-        """Have room for the blocks of `tokens` more entries of each KV row, once there are blocks."""
+        """Reserve blocks for `tokens` more entries of each KV row, if there are blocks."""
         if self.index is None:
             return
         self.widen(self.codec.block)
@@ -130,7 +130,7 @@ class Body:
             self.apply(lambda part: grown(part, 0, self.used, most))
 
     def widen(self, tokens: int) -> None:
-        """Let blocks have `tokens` places at least. What is encoded stays as it is."""
+        """Make room for at least `tokens` entries per block, without encoding again."""
         if self.index is None or tokens <= self.tokens:
             return
         for part in (self.keys, self.values):
@@ -141,7 +141,7 @@ class Body:
         self.is_full = False
 
     def apply(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Change all buffers of the pool alike."""
+        """Apply `change` to all buffers of the pool."""
         for part in (self.keys, self.values):
             assert part.codes is not None
             part.codes = part.codes.apply(change)
@@ -149,15 +149,15 @@ class Body:
         self.index = change(self.index)
 
     def part(self, what: str) -> BlockPool:
-        """Encoded "keys" or "values"."""
+        """Return the encoded "keys" or "values"."""
         return self.keys if what == "keys" else self.values
 
     def find(self, rows: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
-        """Block and place in it of entries int64 [N] of KV rows int64 [N]."""
+        """Return block and place in it of entries int64 [N] of KV rows int64 [N]."""
         if self.is_full:
             at = entries // self.tokens
             return self.table[rows, at], entries - at * self.tokens
-        # Of all KV rows' entries in a line.
+        # Offsets in all KV rows' entries, concatenated.
         fills = self.fills.flatten()
         ends = fills.cumsum(0)
         number = entries + (self.counts.cumsum(0) - self.counts)[rows]
@@ -165,19 +165,19 @@ class Body:
         return self.table.flatten()[at], number - (ends - fills)[at]
 
     def read(self, what: str, rows: Tensor, entries: Tensor) -> Tensor:
-        """Numbers [N, D] of single entries; what: "keys" or "values"."""
+        """Return the decoded numbers [N, D] of single entries; what: "keys" or "values"."""
         part = self.part(what)
         assert part.codes is not None
         block, place = self.find(rows, entries)
         return part.decode(part.picked(block, place), rows, self.dtype)[:, 0]
 
     def read_index(self, rows: Tensor, entries: Tensor) -> Tensor:
-        """Token index int32 [N] of single entries."""
+        """Return the token index int32 [N] of single entries."""
         assert self.index is not None
         return self.index[self.find(rows, entries)]
 
     def padded(self, what: str) -> Tensor:
-        """Decode all "keys" or "values": [R, width, D], each KV row's entries at the right end."""
+        """Decode all "keys" or "values": [R, width, D], each KV row's entries right-aligned."""
         part = self.part(what)
         assert part.codes is not None
         blocks = self.table.flatten()
@@ -185,14 +185,14 @@ class Body:
         return self._aligned(part.blocks(blocks, rows).to(self.dtype))
 
     def padded_index(self) -> Tensor:
-        """Token indices int32 [R, width] of the same entries; -1 for filler."""
+        """Return token indices int32 [R, width] of the same entries; -1 for filler."""
         assert self.index is not None
         found = self._aligned(self.index[self.table.flatten()])
         real = self.real()
         return found if real is None else found.masked_fill(~real, -1)
 
     def real(self) -> Tensor | None:
-        """Tell real entries from filler: bool [R, width]; None where all are real."""
+        """Return bool [R, width], True for real entries; None without filler."""
         if self.is_even:
             return None
         return torch.arange(self.width, device=self.counts.device) >= self.width - self.counts[:, None]
@@ -212,7 +212,7 @@ class Body:
         return joined.gather(1, places)
 
     def reorder(self, rows: Tensor) -> None:
-        """Make KV row i a copy of KV row ``rows[i]``; blocks are shared. Those of no KV row leave the pool in time."""
+        """Make KV row i a copy of KV row ``rows[i]``, sharing blocks. Unused blocks are freed later."""
         self.table = self.table[rows]
         self.fills = self.fills[rows]
         alive = torch.unique(self.table[self.fills > 0])
@@ -225,7 +225,7 @@ class Body:
         self.note_counts()
 
     def copied(self, *, share: bool) -> Self:
-        """Copy it; with `share` on the same pool, to which only one of the two may add."""
+        """Return a copy; with `share` on the same pool, to which only one of the two may add."""
         other = copy.copy(self)
         other.keys, other.values = copy.copy(self.keys), copy.copy(self.values)
         if not share and self.index is not None:
@@ -233,14 +233,14 @@ class Body:
         return other
 
     def used_bytes(self) -> int:
-        """Bytes of encoded keys and values, without room for more."""
+        """Bytes of encoded keys and values, without spare room."""
         if self.index is None or not self.used:
             return 0
         held = [part.codes for part in (self.keys, self.values) if part.codes is not None]
         return sum(tensor.nbytes for codes in held for tensor in codes.tensors()) * self.used // len(self.index)
 
     def parts(self) -> dict[str, Any]:
-        """Return encoded entries as they are, of the pool the blocks that are in use."""
+        """Return the encoded entries, with the used blocks of the pool."""
         parts: dict[str, Any] = {"table": self.table, "fills": self.fills}
         if self.index is None:
             return parts
@@ -253,7 +253,7 @@ class Body:
         return parts
 
     def fill(self, parts: dict[str, Any]) -> None:
-        """Take up, without entries so far, what `parts` returned."""
+        """Restore the output of `parts` into an empty body."""
         if "index" in parts:
             self.index = parts["index"]
             self.used = len(parts["index"])
@@ -267,7 +267,7 @@ class Body:
         self.note_counts()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor held."""
+        """Yield every tensor."""
         yield from self.keys.tensors()
         yield from self.values.tensors()
         yield from (self.table, self.fills, self.counts)

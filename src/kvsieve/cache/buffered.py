@@ -1,4 +1,4 @@
-"""Memory whose entries lie in growing buffers, of which the first slots are in use."""
+"""Storage in growing buffers with the first slots in use."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvsieve.core.kv_rows import SlotRows
 
 
 class BufferedMemory(LayerMemory):
-    """Exact entries in buffers; subclasses define how the slots are laid out.
+    """Exact entries in buffers; subclasses define the layout of slots.
 
     Attributes:
         size: slots in use.
         columns: the buffers.
-        shared: slots that a copy on the same buffers may still hold; never written to.
+        shared: slots possibly shared with a copy on the same buffers; never written to.
     """
 
     size = 0
@@ -93,7 +93,7 @@ class BufferedMemory(LayerMemory):
             self._resize(self.size + tokens * self.stride)
 
     def _has_room(self, end: int) -> bool:
-        """True where slots up to `end` may be written to in these buffers."""
+        """Return True if slots up to `end` may be written in these buffers."""
         return self.shared <= self.size and end <= self.columns["index"].shape[-1]
 
     def _resize(self, capacity: int) -> None:
@@ -105,7 +105,7 @@ class BufferedMemory(LayerMemory):
         super().advance_host_length()
 
     def _count_new(self, batch: int, new: int, valid: Tensor | None, counts: Sequence[int] | None) -> Sequence[int]:
-        """Count `new` tokens of each row, those that `valid` says are real; return how many were."""
+        """Count the real ones of `new` tokens in each row; return the counts."""
         if counts is None:
             counts = (new,) * batch if valid is None else valid.sum(-1).tolist()
         if valid is not None:
@@ -131,13 +131,13 @@ class BufferedMemory(LayerMemory):
         return other
 
     def apply(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Change all buffers alike, into ones that nobody shares."""
+        """Apply `change` to all buffers; the results are not shared."""
         self.columns = self.columns.map(change)
         self.shared = 0
         self.derived = {}
 
 
 def last_tokens(counts: Sequence[int], device: torch.device) -> Tensor:
-    """Tell which of the newest tokens are the last `counts` ones of each row: bool [B, most]."""
+    """Return bool [B, most], True for the last `counts` tokens of each row."""
     most = max(counts)
     return (torch.arange(most) >= most - torch.tensor(counts)[:, None]).to(device)

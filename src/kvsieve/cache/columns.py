@@ -1,4 +1,4 @@
-"""Columns of a memory: keys, values and facts of its entries, in buffers of equally many slots."""
+"""Columns of a store: keys, values and facts of its entries, in buffers with equal numbers of slots."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ VECTORS = ("keys", "values")
 
 
 def slot_dim(name: str) -> int:
-    """Dimension of a column's slots."""
+    """Return the slot dimension of a column."""
     return -2 if name in VECTORS else -1
 
 
 class Columns:
     """Buffers by name: vectors "keys" and "values" are [..., slots, D], facts of entries are [..., slots].
 
-    Facts are "index", the token index, and "valid", which entries are real; absent ones hold for all entries. A further
-    fact is a further name: all that is done to entries is written here once.
+    Facts are "index", the token index, and "valid", True for real entries; absent ones are the same for all entries. A
+    new fact needs only a new name: all operations on entries are written here once.
     """
 
     def __init__(self, **parts: Tensor) -> None:
@@ -36,15 +36,15 @@ class Columns:
         return iter(self.parts.values())
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Columns changed one by one."""
+        """Return columns with `change` applied to each."""
         return type(self)(**{name: change(part) for name, part in self.parts.items()})
 
     def used(self, size: int) -> dict[str, Tensor]:
-        """Views of the first `size` slots, by name."""
+        """Return views of the first `size` slots, by name."""
         return {name: part.narrow(slot_dim(name), 0, size) for name, part in self.parts.items()}
 
     def grown(self, size: int, capacity: int, start: int = 0) -> Self:
-        """Copy of slots `start` to `size`, at the front of `capacity` slots."""
+        """Return a copy of the first `size` slots with room for `capacity`."""
         used = size - start
         made = {}
         for name, part in self.parts.items():
@@ -53,17 +53,17 @@ class Columns:
         return type(self)(**made)
 
     def including(self, **parts: Tensor) -> Self:
-        """Columns with other ones, or others in place of these."""
+        """Return columns with these added or replaced."""
         return type(self)(**{**self.parts, **parts})
 
     def without(self, name: str) -> Self:
-        """Columns but for one."""
+        """Return columns without one."""
         return type(self)(**{other: part for other, part in self.parts.items() if other != name})
 
     def taken(self, size: int, slots: Tensor, capacity: int, *, in_place: bool) -> Self:
-        """Slots [B, H', K] of the first `size`, H' a multiple of H, at the front of `capacity` slots.
+        """Return slots [B, H', K] of the first `size`, H' a multiple of H, at the front of `capacity` slots.
 
-        in_place: in these very buffers, which have as many.
+        in_place: in the same buffers, which have as many.
         """
         kept = slots.shape[2]
         made = {}
@@ -77,7 +77,7 @@ class Columns:
 
     @staticmethod
     def stacked(several: Sequence[Columns], sizes: Sequence[int], room: int) -> Columns:
-        """Rows of several [B, H, slots, ...] below each other: filler, the used slots of each, then `room`.
+        """Concatenate rows of several [B, H, slots, ...]: filler, the used slots of each, then `room`.
 
         sizes: used slots of each.
         """
@@ -98,7 +98,7 @@ class Columns:
         return Columns(**out)
 
     def with_valid(self, heads: int = 1) -> Self:
-        """Columns of [B, H, slots, ...] with "valid": these, or with every entry of `heads` heads real."""
+        """Return columns of [B, H, slots, ...] with "valid": existing, or all True for `heads` heads."""
         if "valid" in self.parts:
             return self
         index = self.parts["index"]

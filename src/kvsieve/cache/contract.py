@@ -1,4 +1,4 @@
-"""Contract of the memories: how entries of one layer are stored, reduced, taken back, copied and written to files."""
+"""Contract of stores: how entries of one layer are stored, reduced, removed, copied and saved."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MIN_ROOM = 64
 
 @dataclass(frozen=True)
 class View:
-    """Part of a memory that is read in this turn, besides what is stored after it.
+    """Part of a store that this turn attends to, together with later entries.
 
     Attributes:
-        slots: int64 [B, H', K]; H' is the number of stored heads or a multiple of it. Of entries that are partly
-            encoded, numbers of real entries, since slots change when more are.
+        slots: int64 [B, H', K]; H' is the number of stored heads or a multiple of it. For partly encoded entries,
+            numbers of real entries, since slots change with encoding.
         real: bool, the shape of `slots` or [B, 1, K], False for filler; None when all are real.
         end: entries that were stored when the view was chosen.
     """
@@ -33,33 +33,32 @@ class View:
     end: int
 
     def rows(self, rows: Tensor) -> View:
-        """View with row ``rows[i]`` of this one as row i."""
+        """Return a view with row ``rows[i]`` of this one as row i."""
         slots, real = (None if part is None else part[rows.to(part.device)] for part in (self.slots, self.real))
         return View(slots, real, self.end)  # type: ignore[arg-type]
 
 
 class Derived(Protocol):
-    """Metadata computed from a memory's entries."""
+    """Metadata computed from a store's entries."""
 
     def all_tensors(self) -> Iterator[Tensor]:
-        """Every tensor held."""
+        """Yield every tensor."""
         ...
 
     def drop_last(self, store: Any) -> bool:
-        """Forget the entries that `store` has just taken back, as many in each row; False where all must be redone."""
+        """Remove the entries just removed from `store`, equally many per row; return False if a rebuild is needed."""
         ...
 
 
 class LayerMemory(ABC):
-    """Entries of one layer: one per token and stored KV head, less those dropped.
+    """Entries of one layer: one per token and stored KV head, except dropped ones.
 
-    B rows, H stored heads, D channels of a key, Dv of a value. Entries lie in slots in the order of their tokens;
-    padding and filler have slots too.
+    B rows, H stored heads, D channels of a key, Dv of a value. Entries are in slots in token order; padding and filler
+    have slots too.
 
     Attributes:
         lengths: real entries of each row, of its fullest head.
-        derived: metadata that others have computed from the entries; emptied whenever entries change other than by
-            appending or taking back what was appended.
+        derived: metadata computed from the entries; cleared by every change except appending and its reversal.
         is_ragged: KV heads keep different numbers of entries.
         is_encoded: older entries are encoded in few bits.
     """
@@ -79,12 +78,12 @@ class LayerMemory(ABC):
     @property
     @abstractmethod
     def is_empty(self) -> bool:
-        """True before the first entries are stored."""
+        """True until the first entries are stored."""
 
     @property
     @abstractmethod
     def heads(self) -> int:
-        """KV heads stored; more than the model has after a per-query-head selection."""
+        """Stored KV heads; more than the model has after a per-query-head selection."""
 
     @property
     @abstractmethod
@@ -114,11 +113,11 @@ class LayerMemory(ABC):
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """Dtype of keys and values as they are read."""
+        """Dtype of keys and values on reading."""
 
     @property
     def entries(self) -> int:
-        """Real entries per KV head of the fullest row; the mean where heads differ, rounded up."""
+        """Real entries per KV head of the fullest row; the mean over heads, rounded up."""
         return max(self.lengths, default=0)
 
     @abstractmethod
@@ -131,7 +130,7 @@ class LayerMemory(ABC):
         counts: tuple[int, ...] | None = None,
         reserve: int = 0,
     ) -> None:
-        """Store new entries at the end.
+        """Append new entries.
 
         Args:
             keys: [B, H, L, D].
@@ -149,15 +148,15 @@ class LayerMemory(ABC):
     @property
     @abstractmethod
     def droppable(self) -> int:
-        """Newest tokens that `drop_last` can take back: those stored since entries were last dropped or encoded."""
+        """Number of newest tokens that `drop_last` can remove: those stored since the last eviction or encoding."""
 
     def drop_last(self, counts: Sequence[int]) -> None:
-        """Take back the newest tokens of each row, as if they had never been stored.
+        """Remove the newest tokens of each row, as if they had never been stored.
 
-        A row that takes back more tokens than another has padding in the slots that the other one keeps.
+        If rows differ, slots that only some rows remove become padding.
 
         Args:
-            counts: tokens of each row, padding among them counted.
+            counts: tokens of each row, including padding.
 
         Raises:
             CacheStateError: more than `droppable`.
@@ -177,7 +176,7 @@ class LayerMemory(ABC):
 
     @abstractmethod
     def _take_back(self, counts: Sequence[int], least: int, most: int) -> tuple[int, ...]:
-        """Take back `counts` tokens, of `least` to `most`; return how many of each row were real."""
+        """Remove `counts` tokens, between `least` and `most`; return the number of real ones in each row."""
 
     @abstractmethod
     def remask(self, mask: Tensor) -> None:
@@ -189,31 +188,31 @@ class LayerMemory(ABC):
 
     @abstractmethod
     def share(self) -> Self:
-        """Copy on the same buffers, valid while only one of the two appends; what either drops, the other keeps."""
+        """Return a copy on the same buffers, valid while only one of the two appends; evictions are independent."""
 
     @abstractmethod
     def clone(self) -> Self:
-        """Copy that shares no memory with this one."""
+        """Return a copy that shares no memory with this one."""
 
     @abstractmethod
     def padded(self) -> LayerMemory:
-        """Return a memory of the same slots with equally many exact entries per head: itself where it has them."""
+        """Return a store of the same slots with equally many exact entries per head, possibly itself."""
 
     @abstractmethod
     def parts(self) -> dict[str, Any]:
-        """Return what is stored as named tensors and numbers, for files; see `cache.parts.from_parts`."""
+        """Return the content as named tensors and numbers, for files; see `cache.parts.from_parts`."""
 
     @abstractmethod
     def view(self, slots: Tensor, real: Tensor | None) -> View:
-        """Make a view of slots [B, H', K]. real: bool, False for filler; None when all are real."""
+        """Return a view of slots [B, H', K]. real: bool, False for filler; None when all are real."""
 
     @abstractmethod
     def slot_rows(self) -> tuple[SlotRows, SlotRows]:
-        """Keys and values with all slots of all KV rows as rows: [B * H * capacity, D]."""
+        """Return keys and values with all slots of all KV rows as rows: [B * H * capacity, D]."""
 
     @abstractmethod
     def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values and token indices with all slots, used or not; RuntimeError where there are none."""
+        """Return keys, values and token indices with all slots, used or not. Raises RuntimeError if there are none."""
 
     @abstractmethod
     def entry_size(self, without: int = 0) -> int:
@@ -221,42 +220,42 @@ class LayerMemory(ABC):
 
     @abstractmethod
     def entry_bytes(self) -> int:
-        """Bytes of keys and values, room for further entries included."""
+        """Bytes of keys and values, including spare room."""
 
     @abstractmethod
     def all_tensors(self) -> Iterator[Tensor]:
-        """Every tensor held: keys, values, token indices, the mask of real entries, and derived metadata."""
+        """Yield every tensor: keys, values, token indices, the mask of real entries, and derived metadata."""
 
     def nbytes(self) -> int:
-        """Bytes of all tensors held, including room for further entries and derived metadata."""
+        """Bytes of all tensors, including spare room and derived metadata."""
         return storage_bytes(self.all_tensors())
 
     # What follows is for passes of fixed shapes, which write a token's entry on the device.
 
     @property
     def stride(self) -> int:
-        """Slots that a new token takes."""
+        """Slots per new token."""
         return 1
 
     @property
     @abstractmethod
     def capacity(self) -> int:
-        """Slots there are, used or not."""
+        """Number of slots, used or not."""
 
     @property
     def next_slot(self) -> int:
-        """First slot of the buffers that `put` writes to that is not in use."""
+        """First unused slot of the buffers that `put` writes."""
         return self.size
 
     @property
     @abstractmethod
     def has_room(self) -> bool:
-        """True where these buffers have room for a token."""
+        """True if these buffers have room for a token."""
 
     @property
     @abstractmethod
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Tensors that `put` and reading touch: buffers of keys, values and index, and the mask of real entries."""
+        """Tensors used by `put` and attention: buffers of keys, values and index, and the mask of real entries."""
 
     @abstractmethod
     def make_room(self, tokens: int) -> None:
@@ -264,7 +263,7 @@ class LayerMemory(ABC):
 
     @abstractmethod
     def prepare_slots(self, token_index: int) -> None:
-        """Write ahead, in all slots not in use, what `put` leaves out; the tokens to come are real.
+        """Fill, in all unused slots, the facts that `put` does not write; coming tokens are real.
 
         Args:
             token_index: token index of the next token in its row.
@@ -283,10 +282,10 @@ class LayerMemory(ABC):
         """
 
     def advance_host_length(self) -> None:
-        """Count on the host that a token has been `put` behind the last one, in every row."""
+        """Count on the host a token appended by `put`, in every row."""
         self.lengths = tuple(length + 1 for length in self.lengths)
 
 
 def window_room(span: int) -> int:
-    """Slots beyond those in use of a layer that holds a window of `span` tokens."""
+    """Return the spare slots of a layer with a window of `span` tokens."""
     return max(1, min(MIN_ROOM, span // 4))

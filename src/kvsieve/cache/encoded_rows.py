@@ -1,4 +1,4 @@
-"""Entries of a packed store as rows of a buffer that is not there: single ones are decoded when they are asked for."""
+"""Entries of a packed store as rows of a virtual buffer: single ones are decoded on access."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvsieve.cache.packed_parts import SPAN, PackedParts
 class EncodedRows:
     """Keys or values of all KV rows as rows of one buffer: entry n of KV row r is row r * SPAN + n."""
 
-    # Of no buffer that kernels could read.
+    # Kernels cannot read it.
     dtype = torch.uint8
 
     def __init__(self, store: PackedParts, what: str) -> None:
@@ -19,7 +19,7 @@ class EncodedRows:
         self.what = what
 
     def element_size(self) -> int:
-        """Bytes of a number, scales included, rounded up."""
+        """Return the bytes of a number, including scales, rounded up."""
         return -(-self.store.entry_size() // sum(self.store.dims))
 
     def index_select(self, dim: int, index: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def entries_at(store: PackedParts, what: str, rows: Tensor, entries: Tensor) -> 
     """Decode single entries.
 
     Args:
-        store: holds them.
+        store: of the entries.
         what: "keys" or "values".
         rows: int64 [N], KV rows b * H + h.
         entries: int64 [N], numbers of real entries of each KV row.
@@ -49,7 +49,7 @@ def entries_at(store: PackedParts, what: str, rows: Tensor, entries: Tensor) -> 
         real = valid.expand(-1, store.heads, -1).flatten(0, 1)
         first = real[:, : store.first].sum(-1)
     start = first[rows]
-    # Of those that are exact, the number among them.
+    # Numbers among the exact entries.
     number = torch.where(entries < start, entries, (entries - encoded[rows]).clamp_min(0))
     if valid is not None:
         number = (~real).to(torch.uint8).argsort(dim=-1, stable=True)[rows, number]

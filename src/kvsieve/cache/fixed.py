@@ -1,4 +1,4 @@
-"""A packed store at fixed places, for a pass that is recorded once and run again for every token."""
+"""A packed store with fixed addresses, for passes recorded once and replayed for every token."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvsieve.cache.packed import PackedStore
 
 
 class FixedEntries:
-    """The entries of a PackedStore, as a recorded pass reads them.
+    """The entries of a PackedStore for a recorded pass.
 
-    Exact entries and blocks lie in the store's own buffers. Lists of blocks are copies with places for as many blocks
-    as the pool has room for: a place that holds none yet is one of 0 entries. So nothing is recorded anew when entries
-    are encoded between two passes; the lists are copied again.
+    Exact entries and blocks are in the store's own buffers. Block lists are copies with places for as many blocks as
+    the pool has room for; an unused place is a block of 0 entries. So encoding between two passes requires no new
+    recording, only another copy of the lists.
 
     Attributes:
-        store: what attention takes, with all exact slots, used or not; how many are is the pass's to know.
+        store: the input of attention, with all exact slots, used or not; the pass knows their number.
     """
 
     def __init__(self, store: PackedStore) -> None:
@@ -33,11 +33,11 @@ class FixedEntries:
 
     @classmethod
     def of(cls, store: LayerMemory) -> FixedEntries | None:
-        """Return the entries of a store; None where nothing is encoded, and its buffers can be read."""
+        """Return the entries of a store; None if nothing is encoded, and its buffers can be read."""
         return cls(store) if isinstance(store, PackedStore) else None
 
     def update(self, store: LayerMemory) -> None:
-        """Copy the lists of blocks of `store`, whose buffers are still the same."""
+        """Copy the block lists of `store`, on unchanged buffers."""
         held = _bodies(store)
         self._copied = [body.table for body in held]
         for ours, body in zip(self.store.bodies, held, strict=True):
@@ -46,24 +46,24 @@ class FixedEntries:
                 to[:, : part.shape[1]] = part
 
     def is_current(self, store: LayerMemory) -> bool:
-        """Tell that no entries were encoded since the lists were copied."""
+        """Return True if nothing was encoded since the lists were copied."""
         held = [body.table for body in _bodies(store)]
         return len(held) == len(self._copied) and all(a is b for a, b in zip(held, self._copied, strict=True))
 
     def fits(self, store: LayerMemory) -> bool:
-        """Tell that there are places for all blocks of `store`."""
+        """Return True if there are places for all blocks of `store`."""
         wide = [body.table.shape[1] for body in _bodies(store)]
         ours = [body.table.shape[1] for body in self.store.bodies]
         return len(wide) == len(ours) and all(need <= have for need, have in zip(wide, ours, strict=True))
 
 
 def _bodies(store: LayerMemory) -> list[Body]:
-    """Return what is encoded of a store."""
+    """Return the encoded parts of a store."""
     return [body for body in store.bodies if body.width] if isinstance(store, PackedStore) else []
 
 
 def _with_room(body: Body) -> Body:
-    """A body on the same pool, with lists of its own for as many more blocks as the pool has room for."""
+    """Return a body on the same pool, with its own lists for as many more blocks as the pool has room for."""
     assert body.index is not None
     ours = body.copied(share=True)
     rows = len(body.table)
@@ -75,6 +75,6 @@ def _with_room(body: Body) -> Body:
 
 
 def _lists(body: Body) -> list[Tensor]:
-    """Return the tensors that tell where a body's entries lie and how they are decoded, besides the pool."""
+    """Return a body's tensors for locating and decoding entries, except the pool."""
     parts = (body.keys.mean, body.keys.root, body.values.mean, body.values.root)
     return [body.table, body.fills, *(part for part in parts if part is not None)]

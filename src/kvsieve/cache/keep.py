@@ -1,4 +1,4 @@
-"""Reducing and encoding what a layer stores, where another kind of memory may take its place."""
+"""Eviction and encoding of a layer's entries, possibly into another kind of store."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def keep(store: LayerMemory, selection: Selection, reserve: int = 0, *, reuse: bool = True) -> LayerMemory:
-    """Reduce a store to a selection: the same store, or a ragged one where heads keep different numbers of entries."""
+    """Reduce a store to a selection: the same store, or a ragged one if heads keep different numbers of entries."""
     if isinstance(store, LatentStore) and selection.head_lengths is not None:
-        # There is one head, so none that differ.
+        # One head only: no differences.
         lengths = tuple(length for (length,) in selection.head_lengths)
         selection = Selection(selection.indices, lengths if min(lengths) < selection.indices.shape[-1] else None)
     if isinstance(store, PackedStore):
@@ -35,16 +35,16 @@ def keep(store: LayerMemory, selection: Selection, reserve: int = 0, *, reuse: b
 def encode(
     store: LayerMemory, view: View | None, codec: Codec, *, ends_prompt: bool
 ) -> tuple[LayerMemory, View | None]:
-    """Encode the entries that have left the newest ones, if they are enough.
+    """Encode the entries that are no longer among the newest, if they suffice for a block.
 
     Args:
-        store: what is stored.
-        view: what is read of it.
+        store: of the layer.
+        view: its part that this turn attends to.
         codec: of the plan.
         ends_prompt: blocks need not be full.
 
     Returns:
-        What is stored, and the view of that.
+        The new store and view.
     """
     if isinstance(store, PackedStore):
         store.settle(ends_prompt=ends_prompt)
@@ -65,7 +65,7 @@ def set_aside(
     reserve: int = 0,
     asked: Tensor | None = None,
 ) -> PackedStore:
-    """Encode by `rest` what a selection leaves out, in place of dropping it; `codec` is that of what stays.
+    """Encode unselected entries by `rest` instead of dropping them; `codec` encodes the selected ones.
 
     asked: as in `BlockPool.encode`.
     """

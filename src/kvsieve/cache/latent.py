@@ -1,4 +1,4 @@
-"""Storage of one layer with latent attention: a latent and a rotated part per token, from which all heads read."""
+"""Store of one layer with latent attention: a latent and a rotated part per token, shared by all heads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvsieve.types import Selection
 
 
 class LatentStore(DenseStore):
-    """Entries whose value is a part of their key: nothing is stored for it.
+    """Entries with values that are part of their keys, and are not stored separately.
 
     Attributes:
         rank: R, channels of a latent; 0 before anything is stored.
@@ -40,7 +40,7 @@ class LatentStore(DenseStore):
         counts: tuple[int, ...] | None = None,
         reserve: int = 0,
     ) -> None:
-        """Store new entries at the end; `values` [B, 1, L, R] are the first channels of `keys`."""
+        """Append new entries; `values` [B, 1, L, R] are the first channels of `keys`."""
         self.rank = values.shape[-1]
         super().append(keys, values[..., :0], token_index, valid, counts, reserve)
 

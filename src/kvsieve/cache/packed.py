@@ -1,4 +1,4 @@
-"""Storage of one layer whose older entries are encoded in few bits."""
+"""Store of one layer with older entries encoded in few bits."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ if TYPE_CHECKING:
 
 
 class PackedStore(PackedParts):
-    """Entries of which the older ones are encoded, and the newest and, if the codec says so, the first are exact.
+    """Entries, the older ones encoded, and the newest and, depending on the codec, the first ones exact.
 
     Entries are `first` exact ones, each body's and the newest exact ones, in this order; KV heads may have encoded
-    different numbers, and have filler before them. Slots are the same, or, with entries set aside, in the order of
-    their tokens. `keys`, `values`, `index` and `valid` are made on every reading, all of it decoded: for prompts,
-    evictors and later turns. A new token is read by
-    `attention.packed_attention`, which decodes block by block.
+    different numbers, with filler before them. Slots are the same or, with evicted entries kept, in token order.
+    `keys`, `values`, `index` and `valid` decode everything on access: for prompts, evictors and later turns. A new
+    token attends by `attention.packed_attention`, which decodes block by block.
     """
 
     is_encoded = True
 
     @classmethod
     def build(cls, store: LayerMemory, codec: Codec, *, ends_prompt: bool = False) -> PackedStore:
-        """Encode what a store holds, which is used up; ends_prompt: as in `settle`."""
+        """Encode a store's entries; the store becomes unusable. ends_prompt: as in `settle`."""
         out = cls(codec, store)
         out.settle(ends_prompt=ends_prompt)
         return out
@@ -53,19 +52,19 @@ class PackedStore(PackedParts):
         counts: tuple[int, ...] | None = None,
         reserve: int = 0,
     ) -> None:
-        """Store new entries at the end, exact until `settle`."""
+        """Append new entries, exact until `settle`."""
         if valid is not None:
             self.derived = {}
         before = self.exact.lengths
-        # More room than until the next block is full would hold what encoding saves.
+        # Room beyond the next full block would waste the savings.
         self.exact.append(keys, values, token_index, valid, counts, self.room(reserve))
         added = (now - then for now, then in zip(self.exact.lengths, before, strict=True))
         self.lengths = tuple(old + new for old, new in zip(self.lengths, added, strict=True))
 
     def settle(self, *, ends_prompt: bool = False) -> None:
-        """Encode the oldest exact entries of each KV head, as many whole blocks as leave enough of the newest.
+        """Encode the oldest exact entries of each KV head in whole blocks, keeping enough of the newest.
 
-        ends_prompt: the last ones may be filled in part.
+        ends_prompt: the last blocks may be partly filled.
         """
         if self.codec is not None:
             settle(self, self.codec, ends_prompt=ends_prompt)
@@ -75,12 +74,12 @@ class PackedStore(PackedParts):
         return self.codec is not None and stored - self.first > self.codec.block and stored >= self.due
 
     def keep(self, selection: Selection, reserve: int = 0, *, reuse: bool = True) -> None:
-        """Keep only the selected slots; encoded ones move, and those of a block that loses some are encoded again."""
+        """Keep only the selected slots; encoded ones move, and blocks that lose entries are encoded again."""
         reduce(self, selected(self, selection), reserve)
         self._count_changed()
 
     def set_aside(self, selection: Selection, codec: Codec, reserve: int = 0, asked: Tensor | None = None) -> None:
-        """Encode the slots that are not selected by `codec`, the same in all calls; what it encoded before stays.
+        """Encode the slots that are not selected by `codec`, the same in all calls; earlier ones stay.
 
         asked: as in `BlockPool.encode`.
         """
@@ -90,7 +89,7 @@ class PackedStore(PackedParts):
         self._count_changed()
 
     def _count_changed(self) -> None:
-        """Count what is stored after a change."""
+        """Recount entries after a change."""
         self.derived = {}
         self.due = 0
         self.lengths = tuple(self.totals().view(self.batch, self.heads).amax(1).tolist())
@@ -126,7 +125,7 @@ class PackedStore(PackedParts):
 
     @staticmethod
     def numbered(view: View, store: LayerMemory) -> View:
-        """Turn a view of a store's slots, chosen just now, into one of numbers of real entries."""
+        """Convert a new view of a store's slots to numbers of real entries."""
         valid = store.valid
         number = view.slots
         if valid is not None:
@@ -144,7 +143,7 @@ class PackedStore(PackedParts):
         self.exact.make_room(min(tokens, max(left, self.codec.block)))
         self.bodies[-1].make_room(tokens)
         if not self.bodies[-1].is_even:
-            # KV rows that do not encode at the same time will have filler among the newest.
+            # KV rows that encode at different times get filler among the newest.
             self.exact.columns = self.exact.columns.with_valid(self.heads)
 
     @property
@@ -186,7 +185,7 @@ class PackedStore(PackedParts):
         return self._on(self.exact.clone(), [body.copied(share=False) for body in self.bodies])
 
     def _on(self, exact: DenseStore, bodies: list[Body]) -> Self:
-        """Copy of the store with these parts."""
+        """Return a copy of the store with these parts."""
         other = copy.copy(self)
         other.exact = exact
         other.bodies = bodies

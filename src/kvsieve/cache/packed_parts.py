@@ -1,4 +1,4 @@
-"""Reading a layer's entries of which the older ones are encoded in few bits."""
+"""Access to a layer's entries with older ones encoded in few bits."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SPAN = 1 << 32
 
 
 class PackedParts(LayerMemory):
-    """Parts of a PackedStore, and reading them as one.
+    """Parts of a PackedStore, with access to them as one.
 
     Attributes:
-        codec: encodes what leaves the newest entries; None where nothing does.
-        exact: the entries that are not encoded; the first `first` slots are of the first ones.
+        codec: of entries that are no longer among the newest; None without one.
+        exact: the exact entries; the first `first` slots are of the first ones.
         first: slots of first entries that stay exact.
-        due: exact slots up to which no KV head has enough entries for a block; 0 where that is not known.
-        bodies: encoded entries: those of `set_aside`, if any, then those that the codec adds to, if there is one.
+        due: exact slots up to which no KV head has enough entries for a block; 0 if unknown.
+        bodies: encoded entries: those of `set_aside`, if any, then those of the codec, if there is one.
     """
 
     def __init__(self, codec: Codec | None, store: LayerMemory) -> None:
@@ -40,7 +40,7 @@ class PackedParts(LayerMemory):
         self.bodies = [] if codec is None else [self.new_body(codec)]
 
     def new_body(self, codec: Codec) -> Body:
-        """Make a body without entries."""
+        """Return an empty body."""
         keys, values, _ = self.exact.buffers()
         rows = keys.shape[0] * keys.shape[1]
         return Body(codec, rows, (keys.shape[-1], values.shape[-1]), keys.dtype, keys.device)
@@ -75,7 +75,7 @@ class PackedParts(LayerMemory):
 
     @property
     def capacity(self) -> int:
-        """Numbers of entries that belong to a KV row, in `slot_rows`."""
+        """Entry numbers per KV row, in `slot_rows`."""
         return SPAN
 
     @property
@@ -109,34 +109,34 @@ class PackedParts(LayerMemory):
 
     @property
     def aside(self) -> Body | None:
-        """Entries set aside, once there have been any."""
+        """Evicted entries kept by `set_aside`, if any."""
         return self.bodies[0] if len(self.bodies) > (self.codec is not None) else None
 
     @property
     def is_sorted(self) -> bool:
-        """True where slots are in the order of their tokens, and not in that of what holds them."""
+        """True if slots are in token order, not in the order of parts."""
         return self.aside is not None and self.aside.width > 0
 
     def order(self) -> Tensor:
-        """Place of each slot's entry, int64 [B, H, size], where slots are in the order of their tokens."""
+        """Place of each slot's entry, int64 [B, H, size], for slots in token order."""
         encoded = [body.padded_index() for body in self.bodies if body.width]
         index = self.exact.index
         valid = self.exact.valid
         if valid is not None:
-            # Padding stays in front of the token behind it, where its pass has it, whatever its column.
+            # Padding stays before the next token, as in its pass, regardless of its column.
             following = index.masked_fill(~valid, torch.iinfo(index.dtype).max).flip(-1).cummin(-1).values.flip(-1)
             index = index.where(valid | (index < 0), following)
         return self._joined(index, encoded).argsort(dim=-1, stable=True)
 
     def _together(self, exact: Tensor, encoded: Sequence[Tensor]) -> Tensor:
-        """Slots [B, H, size, ...] of exact ones [B, H, slots, ...] and parts [R, width, ...]."""
+        """Merge exact slots [B, H, slots, ...] and parts [R, width, ...] into [B, H, size, ...]."""
         joined = self._joined(exact, encoded)
         if not self.is_sorted:
             return joined
         return entries_at(joined, self.order())
 
     def _joined(self, exact: Tensor, encoded: Sequence[Tensor]) -> Tensor:
-        """Parts [R, width, ...] between the first and the newest slots of [B, H, slots, ...]."""
+        """Insert parts [R, width, ...] between the first and the newest slots of [B, H, slots, ...]."""
         if not encoded:
             return exact
         shape = exact.shape[:2]
@@ -144,15 +144,15 @@ class PackedParts(LayerMemory):
         return torch.cat([exact[:, :, : self.first], *middle, exact[:, :, self.first :]], 2)
 
     def room(self, tokens: int) -> int:
-        """Exact entries to leave room for where `tokens` are to come."""
+        """Return the exact entries to reserve for `tokens` new ones."""
         return tokens if self.codec is None else min(tokens, self.codec.block)
 
     def most_exact(self, codec: Codec) -> int:
-        """Exact slots there can be while tokens come one by one: then as many are encoded as fill a block."""
+        """Return the largest number of exact slots while decoding, with full blocks encoded at once."""
         return (self.first or codec.sinks) + codec.tail + codec.block
 
     def totals(self) -> Tensor:
-        """Number of real entries of each KV row, int64 [B * H]."""
+        """Return the number of real entries of each KV row, int64 [B * H]."""
         counts = torch.stack([body.counts for body in self.bodies]).sum(0)
         valid = self.exact.valid
         exact = self.exact.size if valid is None else valid.expand(-1, self.heads, -1).flatten(0, 1).sum(-1)

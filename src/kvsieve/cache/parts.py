@@ -1,4 +1,4 @@
-"""Memories made of the named tensors and numbers that they are written to files as."""
+"""Stores from the named tensors and numbers of files."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def from_parts(parts: dict[str, Any], codec: Codec | None = None, rest: Codec | None = None) -> LayerMemory:
-    """Make the memory whose `LayerMemory.parts` these are, on these very tensors.
+    """Return the store of this `LayerMemory.parts`, on the same tensors.
 
-    codec, rest: those of the plan, which encoded what is encoded.
+    codec, rest: those of the plan that encoded the entries.
     """
     if "bodies" in parts:
         packed = PackedStore(codec, _dense(parts["exact"]))

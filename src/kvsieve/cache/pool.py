@@ -16,22 +16,22 @@ from kvsieve.core.shaping import encode_shaped
 if TYPE_CHECKING:
     from kvsieve.planning.roles import Codec
 
-# Of what channels are divided by, the least part of the most.
+# Smallest divisor of a channel, relative to the largest.
 _LEAST_ROOT = 0.01
 
-# What even queries add, as a part of the known ones' mean channel: those to come may ask for others than these few.
+# Weight of isotropic queries, relative to the known ones' mean channel: future queries may differ from these few.
 _MORE_ASKED = 1.0
 
 
 class BlockPool:
-    """Encoded keys, or values, of all blocks of a pool.
+    """Encoded keys or values of all blocks of a pool.
 
     Attributes:
         form: their format.
         dim: channels.
-        codes: of `used` blocks, and room for more; None before the first.
-        mean: float32 [R, D], what was taken off the channels of each KV row; None where nothing was.
-        root: float32 [R, D], what the channels of each KV row were then divided by; None where by nothing.
+        codes: of `used` blocks, and spare room; None before the first.
+        mean: float32 [R, D], subtracted from the channels of each KV row; None without centering.
+        root: float32 [R, D], divisors of the channels of each KV row after that; None without balancing.
     """
 
     def __init__(self, form: CodeFormat, dim: int) -> None:
@@ -43,7 +43,7 @@ class BlockPool:
 
     @property
     def turns(self) -> bool:
-        """True where numbers are rotated, centered or balanced before they are encoded."""
+        """True if numbers are rotated, centered or balanced before encoding."""
         return self.form.rotated or self.mean is not None or self.root is not None
 
     def encode(
@@ -57,9 +57,9 @@ class BlockPool:
     ) -> Codes:
         """Encode blocks [N, T, D] of the KV rows int64 [N].
 
-        begin: bool [R], KV rows that have no blocks yet. fills: by how many of a block's entries are real, the first
-        ones, the blocks int64 of so many; what others there are has no part in their codes. None where all are.
-        asked: float32 [R, D, D], mean of q q^T over the queries that keys are encoded for; None for even ones.
+        begin: bool [R], KV rows without blocks. fills: blocks int64 by their number of real entries, which are the
+        first ones; other entries do not affect their codes. None if all are real. asked: float32 [R, D, D], mean of q
+        q^T over the queries to encode keys for; None for isotropic ones.
         """
         x = x.float()
         if self.form.centered:
@@ -78,7 +78,7 @@ class BlockPool:
             return encode_shaped(self.form, x, codec.fit, self._metric(known), rows)
         if fills is None:
             return encode(self.form, x, codec.fit)
-        # Of blocks with few real entries, others count as well: numbers kept apart are as many in every block.
+        # Filler counts in blocks with few real entries: every block has equally many outliers.
         least = -(-codec.block // 2)
         made = [
             self.widened(encode(self.form, x[at, : max(n, least)], codec.fit), x.shape[1]) for n, at in fills.items()
@@ -87,7 +87,7 @@ class BlockPool:
         return Codes.joined(made).apply(lambda each: each[order])
 
     def _metric(self, known: Tensor) -> Tensor:
-        """Second moments [R, D, D] of queries as encoded keys are matched with them."""
+        """Return the second moments [R, D, D] of queries in the space of encoded keys."""
         assert self.root is not None
         made = known * self.root[:, :, None] * self.root[:, None]
         if self.form.rotated:
@@ -96,7 +96,7 @@ class BlockPool:
         return made
 
     def widened(self, codes: Codes, tokens: int) -> Codes:
-        """Codes of blocks of `tokens` entries, the last ones of which are none yet."""
+        """Return codes of blocks of `tokens` entries, the last ones empty."""
         if codes.packed.shape[1] == tokens:
             return codes
         by_token = self.form.axis == "token"
@@ -109,7 +109,7 @@ class BlockPool:
 
     @staticmethod
     def _measured(known: Tensor | None, fresh: Tensor, begin: Tensor) -> Tensor:
-        """Means or roots [R, D]: those of KV rows that begin are measured now, the others' stay."""
+        """Return means or roots [R, D]: measured for KV rows that begin, known for the others."""
         return fresh if known is None else torch.where(begin[:, None], fresh, known)
 
     def decode(self, codes: Codes, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -129,7 +129,7 @@ class BlockPool:
         return self.decode(self.codes.apply(lambda each: each[numbers]), rows, torch.float32)
 
     def picked(self, block: Tensor, place: Tensor) -> Codes:
-        """Codes [N, 1, ...] of one entry each, at a place of a block of the pool."""
+        """Return codes [N, 1, ...] of single entries, at places of the pool's blocks."""
         codes = self.codes
         assert codes is not None
         by_token = self.form.axis == "token"
@@ -153,23 +153,23 @@ class BlockPool:
 
 
 def _known(asked: Tensor) -> Tensor:
-    """Second moments [R, D, D] of queries, made as large as those of even ones, and some of these added."""
+    """Return second moments [R, D, D] of queries, scaled to those of isotropic ones and regularized by them."""
     mean = asked.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
     even = torch.eye(asked.shape[1], device=asked.device)
     return torch.where(mean > 0, asked / mean.clamp_min(torch.finfo(torch.float32).tiny), even) + _MORE_ASKED * even
 
 
 def _balance(squares: Tensor, known: Tensor | None) -> Tensor:
-    """Divisors of the channels [R, D] of keys, of their mean squares and those of queries.
+    """Return divisors of the key channels [R, D], from mean squares of keys and queries.
 
-    Once they are turned, all channels miss by as much. What a logit misses by then is least where each channel of the
-    keys, divided, is as large as that of the queries, multiplied.
+    Rotated channels have equal errors. The error of a logit is then least if each key channel, divided, is as large as
+    the query channel, multiplied.
     """
     return (squares if known is None else squares / known.diagonal(dim1=1, dim2=2)).pow(0.25)
 
 
 def _means(x: Tensor, rows: Tensor, count: int, fills: Mapping[int, Tensor] | None) -> Tensor:
-    """Mean of each channel of KV rows: [R, D] of blocks [N, T, D] of the KV rows int64 [N]; 0 where there is none."""
+    """Return channel means [R, D] of blocks [N, T, D] of the KV rows int64 [N]; 0 for rows without blocks."""
     sums = x.new_zeros(count, x.shape[2])
     entries = x.new_zeros(count)
     whole = {x.shape[1]: torch.arange(len(x), device=x.device)}

@@ -1,4 +1,4 @@
-"""Storage of one layer whose KV heads keep different numbers of entries."""
+"""Store of one layer with different numbers of entries per KV head."""
 
 from __future__ import annotations
 
@@ -18,20 +18,18 @@ from kvsieve.types import Selection
 
 
 class RaggedStore(BufferedMemory):
-    """Entries of all heads in one flat buffer: those kept, head by head, then a slot per head for each new token.
+    """Entries of all heads in one flat buffer: kept ones head by head, then a slot per head for each new token.
 
-    Columns [B, capacity, ...]; rows that kept less have filler before the new tokens. "valid" is [B, H, capacity] in
-    the keys' dtype, what attention adds to a head's logits: 0 where a slot holds a real entry of the head, the
-    dtype's least number elsewhere.
+    Columns [B, capacity, ...]; rows that kept fewer have filler before the new tokens. "valid" is [B, H, capacity] in
+    the keys' dtype, a bias on a head's logits: 0 for a real entry of the head, else the dtype's minimum.
 
     Nothing is padded to the fullest head: attention needs the flat buffers and `valid_buffer` only. `keys`, `values`,
-    `index` and `valid` are padded copies [B, H, N, ...], right-aligned, made on every reading, for evictors and later
-    turns.
+    `index` and `valid` are padded copies [B, H, N, ...], right-aligned, made on access, for evictors and later turns.
 
     Attributes:
-        body: slots of what was kept.
+        body: slots of kept entries.
         counts: int64 [B, H], entries of each head among them.
-        hides_newest: True where the newest token is padding in some row.
+        hides_newest: True if the newest token is padding in some row.
     """
 
     is_ragged = True
@@ -59,7 +57,7 @@ class RaggedStore(BufferedMemory):
 
     @classmethod
     def build(cls, keys: Tensor, values: Tensor, index: Tensor, selection: Selection, reserve: int = 0) -> Self:
-        """Build a store of the entries that a selection keeps.
+        """Return a store of the selected entries.
 
         Args:
             keys: [B, H, N, D].
@@ -108,9 +106,9 @@ class RaggedStore(BufferedMemory):
 
     @property
     def flat(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys [B, T, D], values [B, T, Dv] and the bias of each head's logits, [B, H, T]; T is a multiple of LANES.
+        """Return keys [B, T, D], values [B, T, Dv] and the bias of each head's logits, [B, H, T]; LANES divides T.
 
-        Every head sees its newest entry, padding or not.
+        Every head sees its newest entry, even padding.
         """
         keys, values, _ = self.buffers()
         end = whole(self.size)
@@ -165,7 +163,7 @@ class RaggedStore(BufferedMemory):
         for to, part in zip(buffers[:2], (keys, values), strict=True):
             to[:, slots] = part[:, :, 0] if new == 1 else part.transpose(1, 2).flatten(1, 2)
         buffers[2][:, slots] = token_index if new == 1 else token_index.repeat_interleave(heads, 1)
-        # What follows the end is read along: nobody's, whatever another user of the same buffers has put there.
+        # Slots after the end are read too, but belong to no head, even if another user of the buffers wrote there.
         after = whole(end) - end
         own = bias_of_turns(heads, new * heads, after, keys.dtype, keys.device)
         if valid is not None:
@@ -193,7 +191,7 @@ class RaggedStore(BufferedMemory):
         heads = self.heads
         index.copy_(token_index + torch.arange(index.shape[1], device=index.device) // heads)
         self._own = bias_of_a_token(heads, self._bias().dtype, index.device)
-        # Nobody's until they are put: all of the buffer is read.
+        # Of no head until they are written: the whole buffer is read.
         self._bias()[:, :, self.size :] = torch.finfo(self._bias().dtype).min
 
     def put(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -231,7 +229,7 @@ class RaggedStore(BufferedMemory):
         if start < self.shared:
             bias = bias.clone()
         goes = last_tokens(counts, bias.device)
-        # The first head's slots tell which tokens are real.
+        # The first head's slots show the real tokens.
         dropped = tuple(((bias[:, 0, start : self.size : heads] == 0) & goes).sum(-1).tolist())
         slots = goes.repeat_interleave(heads, 1)[:, None]
         bias[:, :, start : self.size].masked_fill_(slots, torch.finfo(bias.dtype).min)
@@ -243,7 +241,7 @@ class RaggedStore(BufferedMemory):
         return dropped
 
     def _add(self, counts: Sequence[int]) -> None:
-        """Count so many new tokens of each row."""
+        """Count new tokens of each row."""
         if self._totals is not None:
             pairs = zip(self._totals, counts, strict=True)
             self._totals = tuple(total + count * self.heads for total, count in pairs)
@@ -252,11 +250,11 @@ class RaggedStore(BufferedMemory):
         return self.columns["valid"]
 
     def visible(self) -> Tensor:
-        """Mask of the real entries of each head, bool [B, H, size]."""
+        """Return the mask of real entries of each head, bool [B, H, size]."""
         return self._bias()[:, :, : self.size] == 0
 
     def _owned(self) -> Tensor:
-        """Mask of the slots of each head, real or not, bool [B, H, size]."""
+        """Return the mask of the slots of each head, real or not, bool [B, H, size]."""
         ends = self.counts.cumsum(-1)[..., None]
         slots = torch.arange(self.body, device=ends.device)
         body = (slots >= ends - self.counts[..., None]) & (slots < ends)
@@ -264,12 +262,12 @@ class RaggedStore(BufferedMemory):
         return torch.cat([body, own.expand(len(body), -1, -1)], -1)
 
     def _filler(self, padded: Tensor) -> Tensor:
-        """Mask of the slots of a padded copy [B, H, N] that hold nothing."""
+        """Return the mask of unused slots of a padded copy [B, H, N]."""
         lacks = self.counts.amax() - self.counts[..., None]
         return torch.arange(padded.shape[-1], device=padded.device) < lacks
 
     def _padded(self, buffer: Tensor) -> Tensor:
-        """Turn [B, capacity, X] into [B, H, N, X], each head's entries at the right end, in order."""
+        """Turn [B, capacity, X] into [B, H, N, X], each head's entries right-aligned, in order."""
         batch, heads = self.counts.shape
         if self._most is None:
             self._most = int(self.counts.max())

@@ -1,4 +1,4 @@
-"""Reducing a packed store: entries are dropped, or encoded and set aside."""
+"""Eviction from a packed store: entries are dropped, or encoded and kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def selected(store: PackedParts, selection: Selection) -> Tensor:
-    """Slots that a selection keeps, bool [B, H, size]."""
+    """Return the kept slots of a selection, bool [B, H, size]."""
     indices = selection.indices
     if indices.ndim == 2:
         indices = indices[:, None].expand(-1, store.heads, -1)
@@ -38,7 +38,7 @@ def selected(store: PackedParts, selection: Selection) -> Tensor:
 
 
 def reduce(store: PackedParts, stays: Tensor, reserve: int) -> None:
-    """Drop slots, bool [B, H, size], False for those that go. reserve: tokens to leave room for."""
+    """Drop slots that are False in bool [B, H, size]. reserve: tokens to leave room for."""
     if store.is_sorted:
         stays = torch.zeros_like(stays).scatter_(2, store.order(), stays)
     at = store.first
@@ -51,7 +51,7 @@ def reduce(store: PackedParts, stays: Tensor, reserve: int) -> None:
 
 
 def set_aside(store: PackedParts, selection: Selection, reserve: int, asked: Tensor | None = None) -> None:
-    """Encode the slots that are not selected, in place of dropping them; those set aside before stay so.
+    """Encode unselected slots instead of dropping them; earlier ones stay encoded.
 
     asked: as in `BlockPool.encode`.
     """

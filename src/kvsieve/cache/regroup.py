@@ -1,4 +1,4 @@
-"""Dropping encoded entries of one layer."""
+"""Eviction of encoded entries of one layer."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvsieve.core.codes import Codes
 
 
 def keep_entries(body: Body, stays: Tensor) -> None:
-    """Drop entries. A block that loses some is encoded again, once.
+    """Drop entries. Blocks that lose some are encoded again, once.
 
-    Neighbours that fit in one block become one, so that two of them are more than half full. Blocks that lose none
-    and are not joined are left alone. Freed blocks leave the pool.
+    Neighbours that fit in one block are merged, so that two neighbours are more than half full. Other blocks do not
+    change. Freed blocks leave the pool.
 
-    stays: bool [R, width], right-aligned as `padded` is.
+    stays: bool [R, width], right-aligned like `padded`.
     """
     if not body.width:
         return
@@ -72,7 +72,7 @@ def _encode_again(
     at: Tensor,
     first: int,
 ) -> None:
-    """Encode single entries in the blocks that they are now part of, `first` the number of the first of these."""
+    """Encode single entries in their new blocks, starting at block number `first`."""
     block = body.codec.block
     known, which = torch.unique(torch.stack([rows, at]), dim=1, return_inverse=True)
     fills = torch.bincount(which, minlength=known.shape[1])
@@ -95,11 +95,10 @@ def _encode_again(
 
 
 def _joined(fills: list[list[int]], block: int) -> tuple[list[list[int]], list[list[int]], int]:
-    """Join neighbours that fit in one block, by what is left in the blocks of each KV row.
+    """Merge neighbours that fit in one block, by the remaining entries of each KV row's blocks.
 
     Returns:
-        Which new block each old one becomes part of; 1 where it is not the only one of that, else 0; the most new
-        blocks of a KV row.
+        The new block of each old one; 1 if it is merged with others, else 0; the most new blocks of a KV row.
     """
     numbers = []
     several = []

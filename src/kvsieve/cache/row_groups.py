@@ -1,4 +1,4 @@
-"""A store's entries as KV rows (core.kv_rows), grouped so that those of one group are read together."""
+"""A store's entries as KV rows (core.kv_rows), in groups that are read together."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from kvsieve.core.kv_rows import DeviceLength, IncrementalMetadata, KVRows, Trun
 
 @dataclass
 class Group:
-    """KV rows of equal length and parameters, as they were when they were grouped.
+    """KV rows of equal length and parameters at the time of grouping.
 
     Attributes:
-        setting: the reader's parameters; None where everything is read.
+        setting: the reader's parameters; None for dense attention.
         kv_rows: int64 [X], their numbers among all B * H' KV rows; None for all of them.
-        row: int64 [X], row of the buffers that each lies in.
+        row: int64 [X], buffer row of each.
         body: as in KVRows, within that row.
         tail: as in KVRows, within that row.
         size: entries of each.
-        state: metadata that the reader keeps of them.
-        cost: of the last sparse read: entries read, bytes of metadata read, entries there were; None before the first.
-        known: entries that have been counted as taken in by the metadata.
+        state: the reader's metadata.
+        cost: of the last sparse read: entries read, bytes of metadata read, stored entries; None before the first.
+        known: entries counted as part of the metadata.
     """
 
     setting: Any
@@ -46,14 +46,14 @@ class Group:
 
     @property
     def incremental(self) -> list[IncrementalMetadata]:
-        """The reader's metadata that takes in entry by entry; looked for once there is any."""
+        """Return the reader's incremental metadata; looked up once there is any."""
         if self._incremental is None and self.state:
-            # Telling a protocol is slow: not at every token.
+            # Protocol checks are slow: not at every token.
             self._incremental = [each for each in self.state.values() if isinstance(each, IncrementalMetadata)]
         return self._incremental or []
 
     def flat(self, capacity: int) -> tuple[Tensor | None, Tensor]:
-        """`body` and `tail` for buffers whose rows, of `capacity` slots each, lie one after another."""
+        """Return `body` and `tail` for concatenated buffer rows of `capacity` slots each."""
         if self._flat is None or self._flat[0] != capacity:
             start = self.row * capacity
             body = None if self.body is None else self.body + start[:, None]
@@ -61,7 +61,7 @@ class Group:
         return self._flat[1:]
 
     def all_tensors(self) -> Iterator[Tensor]:
-        """Every tensor of the lists of slots and of the reader's metadata."""
+        """Yield every tensor of the slot lists and of the reader's metadata."""
         yield from tensors_in((self.kv_rows, self.row, self.body, self.tail, self._flat))
         for part in self.state.values():
             yield from (part,) if isinstance(part, Tensor) else part.all_tensors()
@@ -75,7 +75,7 @@ class RowGroups:
         groups: the groups.
         heads: H', KV rows per row of the batch.
         stride: slots per further entry.
-        stored: slots in use when they were grouped.
+        stored: slots in use at the time of grouping.
     """
 
     groups: list[Group]
@@ -84,15 +84,15 @@ class RowGroups:
     stored: int
 
     def entries(self, store: LayerMemory, group: Group) -> int:
-        """Entries of a group's KV rows now: those appended since are the last ones."""
+        """Return the current entries of a group's KV rows; appended ones are last."""
         return group.size + (store.size - self.stored) // self.stride
 
     def most(self, store: LayerMemory, group: Group) -> int:
-        """Entries that a group's KV rows can have in the present buffers."""
+        """Return the most entries of a group's KV rows in the present buffers."""
         return group.size + (store.capacity - self.stored) // self.stride
 
     def drop_last(self, store: LayerMemory) -> bool:
-        """Forget the entries that the store has taken back; False where the KV rows must be grouped again."""
+        """Remove the entries that the store has removed; return False if the KV rows must be grouped again."""
         if store.size < self.stored:
             return False
         for group in self.groups:
@@ -105,20 +105,20 @@ class RowGroups:
         return True
 
     def kv_rows(self, store: LayerMemory, group: Group, length: DeviceLength | None = None) -> KVRows:
-        """KV rows of a group now; with their length on the device, as many entries as there are slots for."""
+        """Return the current KV rows of a group; with a length on the device, as many entries as there are slots."""
         keys, values = store.slot_rows()
         body, tail = group.flat(store.capacity)
         size = self.entries(store, group) if length is None else self.most(store, group)
         return KVRows(keys, values, body, tail, self.stride, size, length)
 
     def all_tensors(self) -> Iterator[Tensor]:
-        """Every tensor of the readers' metadata and of the lists of slots."""
+        """Yield every tensor of the readers' metadata and of the slot lists."""
         for group in self.groups:
             yield from group.all_tensors()
 
 
 def group_rows(store: LayerMemory, view: View | None, settings: Sequence[Hashable]) -> RowGroups:
-    """Group the KV rows of a store, or of a view of it, by length and by `settings`, the parameters per batch row."""
+    """Group the KV rows of a store or its view by length and by `settings`, the parameters per batch row."""
     if isinstance(store, PackedStore):
         return _group_encoded(store, view, settings)
     keys = store.buffers()[0]
@@ -169,7 +169,7 @@ def group_rows(store: LayerMemory, view: View | None, settings: Sequence[Hashabl
 
 
 def _group_encoded(store: PackedStore, view: View | None, settings: Sequence[Hashable]) -> RowGroups:
-    """Group KV rows whose slots are the numbers of their real entries."""
+    """Group KV rows with slots that are numbers of their real entries."""
     totals = store.totals()
     heads = store.heads
     rows = torch.arange(len(totals), device=totals.device)
@@ -202,7 +202,7 @@ def _group_encoded(store: PackedStore, view: View | None, settings: Sequence[Has
 
 
 def _joined(view: View, later: Tensor | None, batch: int, heads: int, since: int) -> Tensor | None:
-    """Mask of the real slots of a view and of what came after it, bool [B * H', K + since]; None for all."""
+    """Return the mask of real slots of a view and later entries, bool [B * H', K + since]; None for all."""
     if view.real is None and (later is None or bool(later.all())):
         return None
     shape = (batch, heads)

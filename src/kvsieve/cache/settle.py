@@ -1,4 +1,4 @@
-"""Encoding the entries that have left the newest ones."""
+"""Encoding of entries that are no longer among the newest."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def settle(store: PackedParts, codec: Codec, *, ends_prompt: bool) -> None:
-    """Encode the oldest exact entries of each KV head, as many as leave enough of the newest.
+    """Encode the oldest exact entries of each KV head, keeping enough of the newest.
 
-    ends_prompt: blocks need not be full, so that little more than the newest stays exact; they are filled alike.
+    ends_prompt: blocks need not be full, so that little more than the newest stays exact; they are filled evenly.
     """
     body = store.bodies[-1]
     exact = store.exact
@@ -39,12 +39,12 @@ def settle(store: PackedParts, codec: Codec, *, ends_prompt: bool) -> None:
 def blocks_of(
     store: LayerMemory, slots: Tensor, counts: Tensor, most: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Divide slots of a store into blocks as `Body.add` takes them, those of a KV row filled as evenly as can be.
+    """Divide slots of a store into blocks for `Body.add`, filled as evenly as possible per KV row.
 
     Args:
-        store: holds the entries.
-        slots: int64 [R, S], of each KV row, of which the first ones are taken.
-        counts: int64 [R], how many, of one KV row at least 1.
+        store: of the entries.
+        slots: int64 [R, S], of each KV row; the first ones are used.
+        counts: int64 [R], their numbers, with at least one positive.
         most: entries of a block.
     """
     blocks = (counts + most - 1) // most
@@ -62,9 +62,9 @@ def blocks_of(
 
 
 def _encodable(left: Tensor, codec: Codec, ends_prompt: bool, begins: Tensor) -> Tensor:
-    """Entries to encode of int64 [R] that may be: whole blocks, and, where a prompt ends, more.
+    """Return the entries to encode out of int64 [R]: whole blocks, and more at the end of a prompt.
 
-    Then all of them, if they fill half a block, or half of one behind whole ones where KV rows have blocks already.
+    Then all of them, if they fill half a block, or half of one after whole ones if KV rows have blocks already.
 
     begins: bool [R], KV rows that have none.
     """
@@ -77,7 +77,7 @@ def _encodable(left: Tensor, codec: Codec, ends_prompt: bool, begins: Tensor) ->
 
 
 def _encode_alike(store: PackedParts, count: int, sinks: int, ends_prompt: bool) -> None:
-    """Encode `count` entries of each KV row, all of whose entries are real."""
+    """Encode `count` entries of each KV row; all entries are real."""
     exact = store.exact
     body = store.bodies[-1]
     rows = store.batch * store.heads
@@ -98,7 +98,7 @@ def _encode_alike(store: PackedParts, count: int, sinks: int, ends_prompt: bool)
 
 
 def _encode_rows(store: PackedParts, sinks: int, ends_prompt: bool) -> None:
-    """Encode each KV row's own number of its real entries."""
+    """Encode a different number of real entries of each KV row."""
     exact = store.exact
     body = store.bodies[-1]
     codec = body.codec
@@ -136,12 +136,12 @@ def _encode_rows(store: PackedParts, sinks: int, ends_prompt: bool) -> None:
 
 
 def _room(codec: Codec, ends_prompt: bool) -> int:
-    """Exact entries to leave room for once some have been encoded."""
+    """Return the exact entries to reserve after an encoding."""
     return 0 if ends_prompt else min(MIN_ROOM, codec.block)
 
 
 def narrow(store: PackedParts, stays: Tensor, room: int, *, reuse: bool = False) -> None:
-    """Keep exact slots, bool [B, H, slots]: filler takes the place of first ones that go, others close up.
+    """Keep exact slots, bool [B, H, slots]: filler replaces dropped first ones, others close up.
 
     room: tokens to leave room for. reuse: as in `_replace`.
     """
@@ -153,14 +153,14 @@ def narrow(store: PackedParts, stays: Tensor, room: int, *, reuse: bool = False)
 
 
 def _replace(store: PackedParts, slots: Tensor, real: Tensor | None, room: int, *, reuse: bool) -> None:
-    """Make new exact entries of slots [B, H, K] of the old ones.
+    """Replace the exact entries by slots [B, H, K] of the old ones.
 
     Args:
-        store: holds them.
+        store: of the entries.
         slots: int64 [B, H, K].
-        real: bool, False for filler; None where there is none.
+        real: bool, False for filler; None without filler.
         room: tokens to leave room for.
-        reuse: buffers that are hardly larger than needed serve on, so that recorded passes do.
+        reuse: keep buffers that are slightly larger than needed, so that recorded passes stay valid.
     """
     exact = store.exact
     kept = slots.shape[2]
@@ -178,7 +178,7 @@ def _replace(store: PackedParts, slots: Tensor, real: Tensor | None, room: int, 
 
 
 def _right_aligned(stays: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """Slots int64 [B, H, K], counted from `start`, where bool [B, H, N] is true, filler on the left; which are real."""
+    """Return slots int64 [B, H, K] of True in bool [B, H, N], from `start`, right-aligned; and which are real."""
     counts = stays.sum(-1, keepdim=True)
     most = int(counts.max())
     # False first, so that the last ones are those that stay, in order.

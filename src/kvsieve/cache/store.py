@@ -1,4 +1,4 @@
-"""Storage of one layer's keys and values with the same number of entries for every KV head."""
+"""Store of one layer with equal numbers of entries per KV head."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvsieve.types import Selection
 class DenseStore(BufferedMemory):
     """Preallocated, growing buffers of one layer.
 
-    Reading gives views of the buffers, of which the first `size` entries are in use and appended to in place. `keep`
-    moves the entries that stay into new, smaller buffers, so that the memory of the others is really returned.
+    Reading returns views of the buffers; the first `size` entries are in use and appended to in place. `keep` moves
+    kept entries into new, smaller buffers, so that memory is freed.
 
     Attributes:
-        columns: [B, H, capacity, ...]; "valid" is [B, H or 1, capacity], there once an entry is not real.
-        kept: slots in use after the last change other than appending and taking back.
+        columns: [B, H, capacity, ...]; "valid" is [B, H or 1, capacity], present once an entry is not real.
+        kept: slots in use after the last change other than appending and its reversal.
     """
 
     def __init__(self, columns: Columns | None = None, size: int = 0, lengths: tuple[int, ...] = ()) -> None:
@@ -31,7 +31,7 @@ class DenseStore(BufferedMemory):
 
     @classmethod
     def of(cls, keys: Tensor, values: Tensor, index: Tensor, valid: Tensor | None, lengths: tuple[int, ...]) -> Self:
-        """Make a store of these very tensors, [B, H, N, ...], all of them in use."""
+        """Return a store on these tensors, [B, H, N, ...], all in use."""
         facts = {} if valid is None else {"valid": valid}
         return cls(Columns(keys=keys, values=values, index=index, **facts), keys.shape[2], lengths)
 
@@ -89,7 +89,7 @@ class DenseStore(BufferedMemory):
 
     def prepare_slots(self, token_index: int) -> None:
         keys, values, index = (part[:, :, self.size :] for part in self.buffers())
-        # Masked, but read: what was never written could be no number.
+        # Masked, but read: unwritten memory could be NaN.
         keys.zero_()
         values.zero_()
         index.copy_(torch.arange(token_index, token_index + index.shape[2], device=index.device))
@@ -106,15 +106,15 @@ class DenseStore(BufferedMemory):
         """Keep only the selected slots and free the rest.
 
         Args:
-            selection: indices [B, H', K], H' a multiple of the stored heads: each head's slots, or, where H' is larger,
-                a copy per query head.
+            selection: indices [B, H', K], H' a multiple of the stored heads: each head's slots, or, for a larger H', a
+                copy per query head.
             reserve: tokens to leave room for.
-            reuse: buffers that are hardly larger than needed serve on.
+            reuse: keep buffers that are slightly larger than needed.
         """
         indices = selection.indices
         real = selection.real()
         needed = indices.shape[2] + reserve
-        # Eviction while decoding drops few entries at a time: then the buffers serve on.
+        # Eviction while decoding drops few entries at a time: then the buffers are kept.
         reuse = reuse and needed <= self.capacity <= needed * 5 // 4
         lengths = None if real is None else selection.lengths
         self.take(indices, None if real is None else real[:, None], needed, reuse=reuse, lengths=lengths)
@@ -132,8 +132,8 @@ class DenseStore(BufferedMemory):
 
         Args:
             slots: int64 [B, H', K].
-            real: bool [B, 1 or H', K], False for slots that become filler; None where all are real.
-            capacity: slots to have.
+            real: bool [B, 1 or H', K], False for slots that become filler; None if all are real.
+            capacity: number of slots.
             reuse: keep these buffers, unless a copy may read them, or heads have copies.
             lengths: real entries of each row; None: K.
         """
@@ -201,7 +201,7 @@ class DenseStore(BufferedMemory):
         buffer = torch.ones(*valid.shape[:2], self.capacity, dtype=torch.bool, device=valid.device)
         buffer[:, :, : self.size] = valid
         self.columns = self.columns.including(valid=buffer)
-        # Heads may have kept different tokens; budgets speak of a row, so count its fullest head.
+        # Heads may have kept different tokens; budgets are per row, so count its fullest head.
         self.lengths = tuple(valid.sum(-1).amax(-1).tolist())
 
     def parts(self) -> dict[str, Any]:
@@ -211,7 +211,7 @@ class DenseStore(BufferedMemory):
 
     @classmethod
     def stack(cls, memories: Sequence[LayerMemory], reserve: int = 0) -> Self:
-        """Build one store whose rows are those of `memories`, which stay as they are.
+        """Return one store with the rows of `memories`, which do not change.
 
         Shorter ones get filler on the left.
 

@@ -1,4 +1,4 @@
-"""Tensors that others hold: finding them, their bytes, and growing them."""
+"""Tensors in nested objects: search, bytes, growth."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory that tensors lie in, counted once where several share it."""
+    """Return the bytes of the tensors' memory; shared memory counts once."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested dicts, lists and tuples, as methods' scratch holds them."""
+    """Yield the tensors of nested dicts, lists and tuples, such as methods' state."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)):
@@ -24,7 +24,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def grown(buffer: Tensor, dim: int, used: int, capacity: int) -> Tensor:
-    """Copy of a buffer with `capacity` places along `dim`: the `used` first ones of this one, then zeros."""
+    """Return a buffer with `capacity` places along `dim`: the first `used` of this one, then zeros."""
     shape = list(buffer.shape)
     shape[dim] = capacity
     fresh = buffer.new_zeros(shape)

@@ -1,8 +1,8 @@
-"""One reading of a document for many questions.
+"""One prefill of a document for many questions.
 
-Prompts that begin alike need their beginning read once: each goes on from it as from the leading chunks of a chunked
-prompt. Propagators do, too: up to the first layer that may drop tokens they read what full KV reads, and what waits
-there in a chunked prompt is noted as it is read.
+Prompts with a common prefix need only one prefill of it: each continues as after the leading chunks of a chunked
+prompt. This includes propagators: up to the first layer that may drop tokens they equal full KV, and the data that wait
+there in a chunked prompt are recorded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvsieve.types import LayerContext
 
 @dataclass
 class LayerRecorder:
-    """Notes what each layer is shown, and lets evictors observe that do."""
+    """Records the contexts of each layer, and calls observing evictors."""
 
     window: int
     evictors: tuple[Evictor, ...]
@@ -54,14 +54,14 @@ class LayerRecorder:
 
 @dataclass
 class SharedPrefix:
-    """The beginning of prompts, read once in full. Only one prompt that goes on from it may be in use at a time.
+    """The common prefix of prompts, prefilled once. Only one prompt that continues it may be in use at a time.
 
     Attributes:
-        cache: of them, in the middle of a prompt.
+        cache: of it, in the middle of a prompt.
         waiting: by layer, the chunks that wait there for a propagator.
-        learned: what evictors that observe have learned, per layer and evictor.
-        stored: tokens that came from a store.
-        seconds: what prefilling all of it takes, or took; 0 where it was not measured.
+        learned: states of observing evictors, per layer and evictor.
+        stored: tokens reused from a store.
+        seconds: prefill time of all of it; 0 if not measured.
     """
 
     cache: SieveCache
@@ -71,7 +71,7 @@ class SharedPrefix:
     seconds: float = 0.0
 
     def begins(self, model: AttachedModel, evictor: Evictor | None = None) -> SieveCache:
-        """Make a cache that goes on from here, on the same buffers; with what `evictor` has learned."""
+        """Return a cache that continues from here, on the same buffers, with the state of `evictor`."""
         cache = self.cache.fork(share=True)
         source = source_layer(model, model.plan.propagate)
         if source is not None:
@@ -85,16 +85,16 @@ class SharedPrefix:
         return model.adopt(cache)
 
     def learned_up_to(self, source: int | None) -> dict[tuple[int, Evictor], dict[str, Any]]:
-        """Copy what evictors have learned; layers behind `source` are read anew."""
+        """Copy the evictors' states; layers after `source` are prefilled again."""
         return {key: copy.deepcopy(state) for key, state in self.learned.items() if source is None or key[0] <= source}
 
 
 @dataclass(frozen=True)
 class PrefixNodes:
-    """A store for the beginnings of prompts that plans share.
+    """A store for prefixes shared by plans.
 
-    What full KV reads is one node. The hidden states that wait for a propagator, and what an evictor has learned, are
-    each a node of the plan with that role alone.
+    Full KV's prefill is one node. The hidden states that wait for a propagator, and the state of an evictor, are each a
+    node of the plan with that role alone.
 
     Attributes:
         store: the store.
@@ -105,13 +105,13 @@ class PrefixNodes:
     tokenizer: Any
 
     def find(self, model: Any, plans: Sequence[Plan], context: Tensor, leave: int) -> SharedPrefix | None:
-        """Return the longest stored beginning of a context that serves all plans; None without one.
+        """Return the longest stored prefix of a context for all plans, or None.
 
         Args:
             model: of transformers.
-            plans: those to come.
+            plans: future plans.
             context: int64 [1, N].
-            leave: last tokens that do not belong to the beginning.
+            leave: last tokens that do not belong to the prefix.
         """
         ids = context[0].tolist()
         prefix = None
@@ -120,7 +120,7 @@ class PrefixNodes:
         for reader in self._readers(model, plans):
             found = StoredPrefixes(self.store).find(reader, ids, None, leave)
             if found is None or ((waiting or learned) and found.cache.num_seen < len(ids) - leave):
-                # Parts of different lengths do not make one beginning.
+                # Parts of different lengths do not form one prefix.
                 return None
             cache = found.cache
             source = source_layer(reader, reader.plan.propagate)
@@ -130,7 +130,7 @@ class PrefixNodes:
             elif reader.plan.evict is not None:
                 learned |= {(at, reader.plan.evict): layer.state for at, layer in cache.sieve_layers.items()}
             else:
-                # It may have been read as a whole conversation, and is the beginning of a prompt here.
+                # It may have been stored as a whole conversation; here it is the beginning of a prompt.
                 cache.conversation = Conversation(cache.num_seen, 1, turn=Turn(reading=True))
                 prefix = SharedPrefix(cache, waiting, learned, cache.num_seen, found.seconds)
         return prefix
@@ -144,7 +144,7 @@ class PrefixNodes:
             StoredPrefixes(self.store).add(reader, context[0].tolist(), cache, prefix.seconds, None)
 
     def _readers(self, model: Any, plans: Sequence[Plan]) -> Iterator[AttachedModel]:
-        """Yield the model under each plan that nodes are stored for; full KV comes last."""
+        """Yield the model under each plan with nodes; full KV comes last."""
         roles = [Plan(propagate=each) for each in dict.fromkeys(plan.propagate for plan in plans) if each is not None]
         for plan in [*roles, *(Plan(evict=each) for each in _observers(plans)), Plan()]:
             reader = AttachedModel(model, plan)
@@ -164,17 +164,17 @@ def read_prefix(
     progress: Progress | None = None,
     stored: PrefixNodes | None = None,
 ) -> SharedPrefix | None:
-    """Read the beginning of prompts in full, for plans to come; None on a model that reads prompts at once only.
+    """Prefill the prefix of prompts for future plans; None on a model that only supports whole prompts.
 
     Args:
         model: of transformers.
-        plans: those to come. None of them may act on every chunk of a prompt.
-        context: int64 [1, N], the beginning and what every prompt has behind it.
-        leave: last tokens of it that are not read: as many as the plan that reads a prompt looks back on, at least.
+        plans: future plans. None of them may act on every chunk of a prompt.
+        context: int64 [1, N], the prefix and the tokens that follow it in every prompt.
+        leave: last tokens to leave: at least the largest observation window.
         chunk: tokens per forward pass, None for all at once.
-        room: tokens that may follow the context, which buffers leave room for.
-        progress: called with (tokens read, tokens in all).
-        stored: prefix store that the beginning is taken from and put into.
+        room: tokens that may follow the context, for which buffers are reserved.
+        progress: called with (tokens done, total tokens).
+        stored: prefix store to find the prefix in, and to add it to.
     """
     began = time.perf_counter()
     length = context.shape[1] - leave
@@ -205,13 +205,13 @@ def read_prefix(
 
 
 def _observers(plans: Iterable[Plan]) -> tuple[Evictor, ...]:
-    """Return the evictors of plans that observe every pass, each once."""
+    """Return the plans' evictors that observe every pass, without duplicates."""
     found = (plan.evict for plan in plans if plan.evict is not None and plan.evict.when.observes)
     return tuple(dict.fromkeys(found))
 
 
 def source_layer(model: AttachedModel, propagate: Propagator | None) -> int | None:
-    """Return the layer where leading chunks of a prompt wait, None where they go through all layers."""
+    """Return the layer at which leading chunks of a prompt wait, None if they pass all layers."""
     if propagate is None:
         return None
     source = propagate.first_layer(model.num_layers, model.context.layers)

@@ -1,7 +1,7 @@
-"""One reading of a prompt for many evictors.
+"""One prefill of a prompt for many evictors.
 
-Evictors that act once a prompt is complete change nothing while it is read, so all of them can start from the same
-full cache. What they would have been shown is noted per layer and handed to each in turn.
+Evictors that act once a prompt is complete change nothing during prefill, so all of them can start from the same full
+cache. Their input is recorded per layer and passed to each in turn.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _PIECE = 64
 
 @dataclass
 class SharedPrompt:
-    """A prompt that was read once, in full, ready to be reduced by any evictor.
+    """A prompt prefilled once with full KV, ready to be reduced by any evictor.
 
     Attributes:
-        cache: everything the layers saw.
+        cache: full KV.
         logits: [B, V] after the prompt's last token, which evictors do not change.
-        seen: what each layer was shown.
-        window: last queries that were noted.
-        learned: what evictors that observe have learned, per layer and evictor.
+        seen: recorded context of each layer.
+        window: number of recorded last queries.
+        learned: states of observing evictors, per layer and evictor.
     """
 
     cache: SieveCache
@@ -53,10 +53,10 @@ class SharedPrompt:
     learned: dict[tuple[int, Evictor], dict[str, Any]] = field(default_factory=dict)
 
     def reduced(self, evictor: Evictor | None, codec: Codec | None = None, rest: Codec | None = None) -> SieveCache:
-        """Make a cache of its own, as if the prompt had been read under a plan with this evictor and these codecs.
+        """Return a cache as after a prefill under a plan with this evictor and these codecs.
 
-        Raises CacheStateError for an evictor that looks at more queries than were recorded, or at every pass of the
-        prompt without having been named when it was read.
+        Raises CacheStateError for an evictor with a larger observation window than recorded, or one that observes
+        passes and was not named for the prefill.
         """
         cache = self._evicted(evictor, Plan(evict=evictor, codec=codec, rest=rest))
         if codec is not None:
@@ -89,7 +89,7 @@ class SharedPrompt:
 
 
 def _own_buffers(cache: SieveCache) -> None:
-    """Let no layer of a cache write to buffers that it shares; what was evicted has its own."""
+    """Copy the shared buffers that a layer of a cache writes to; evicted layers have their own."""
     layer: Any
     for index, layer in enumerate(cache.all_layers):
         dropped = layer.view is None and index in cache.turn.record.evicted
@@ -108,23 +108,23 @@ def read_shared(
     options: ReadOptions | None = None,
     prefix: SharedPrefix | None = None,
 ) -> SharedPrompt:
-    """Read a prompt once, under `propagate` alone, for evictors that look at its last `window` queries at most.
+    """Prefill a prompt once, under `propagate` alone, for evictors with observation windows up to `window`.
 
     Args:
         model: of transformers.
         propagate: None for full KV.
         input_ids: int64 [B, N].
-        attention_mask: [B, N], None when nothing is padding.
-        window: queries to note.
-        evictors: those to come; those that observe every pass must be there.
-        options: how to read; None for all at once.
-        prefix: the beginning of the prompt, read for these evictors and `propagate`; None where nothing was read.
+        attention_mask: [B, N], None without padding.
+        window: queries to record.
+        evictors: future evictors, including all that observe passes.
+        options: of the prefill; None for all at once.
+        prefix: prefilled prefix of the prompt, for these evictors and `propagate`, or None.
 
     Raises:
-        What `attach` and `Sieve.prefill` raise.
+        The errors of `attach` and `Sieve.prefill`.
     """
     known = tuple(dict.fromkeys(each for each in evictors if each is not None))
-    # Messages speak of those that look back furthest.
+    # Messages name those with the largest observation window.
     name = " and ".join(dict.fromkeys(type(each).__name__ for each in known if each.window == window))
     recorder = LayerRecorder(window, known)
     plan = Plan(propagate=propagate, name=name or "shared")
@@ -154,9 +154,9 @@ def read_alone(
     options: ReadOptions | None = None,
     prefix: SharedPrefix | None = None,
 ) -> tuple[SieveCache, Tensor, Tensor]:
-    """Read a prompt under a plan: its cache, the logits [B, V] after its last token, and the ids that were fed.
+    """Prefill a prompt under a plan: its cache, the logits [B, V] after its last token, and the ids that were fed.
 
-    These are `input_ids`, or the ids of a short prompt under a plan that reads one: what follows is appended to them.
+    These are `input_ids`, or the ids of a short prompt under a plan that shortens it: append further tokens to them.
     `prefix` is as for `read_shared`.
     """
     options = options or ReadOptions()
@@ -184,13 +184,13 @@ def next_logits(
     keep: int = 1,
     phase: Literal["prefill", "decode"] | None = None,
 ) -> Tensor:
-    """Feed what of the whole conversation [B, N] the cache has not seen; logits [B, keep, V] of the last tokens.
+    """Feed the new part of the conversation [B, N] to the cache; return logits [B, keep, V] of the last tokens.
 
     Args:
         model: the attached model.
         cache: of it.
         input_ids: int64 [B, N].
-        mask: [B, N], needed where anything is padding.
+        mask: [B, N], required with padding.
         keep: logits of so many last tokens.
         phase: "decode" for tokens of an answer that is given rather than generated; see PassRequest.
     """
@@ -200,7 +200,7 @@ def next_logits(
 
 
 def after_prompt(plan: Plan) -> Plan:
-    """Reduce a plan to what remains of it once the prompt is complete."""
+    """Return the part of a plan that acts after the prompt."""
     rest = dataclasses.replace(plan, propagate=None, prefill=None)
     if rest.evict is not None and (rest.evict.when.chunks or rest.evict.when.steps or rest.is_view):
         return rest
@@ -208,13 +208,13 @@ def after_prompt(plan: Plan) -> Plan:
 
 
 def answer_logits(model: AttachedModel, cache: SieveCache, ids: Tensor, wanted: Sequence[int] | None = None) -> Tensor:
-    """Feed an answer that is given; each token reads what it would have read had it been generated.
+    """Feed a given answer; each token attends as if generated.
 
     Args:
-        model: the attached model; of its plan acts what acts after a prompt.
-        cache: of it, with the prompt; it goes on.
+        model: the attached model; only the part of its plan that acts after a prompt acts.
+        cache: of it, with the prompt; modified.
         ids: int64 [B, T], the answer's tokens.
-        wanted: columns whose logits are returned, ascending; None for all.
+        wanted: columns to return logits for, ascending; None for all.
 
     Returns:
         Logits [B, T or len(wanted), V] after these tokens.

@@ -1,1 +1,1 @@
-"""The cache that transformers sees, and the records of what happened on it."""
+"""The cache for transformers, and its records."""

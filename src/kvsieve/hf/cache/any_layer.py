@@ -1,4 +1,4 @@
-"""Base of the cache's layers: the verbs that every layer has, whatever it holds."""
+"""Base of the cache's layers: common methods."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvsieve.cache.tensors import tensors_in
 
 
 class AnyLayer:
-    """Facts and copies that every layer of a cache has, whatever it holds.
+    """Facts and copies common to all layers of a cache.
 
     Attributes:
-        is_growing: stores all entries less those that the plan drops.
+        is_growing: stores all entries except those that the plan drops.
         is_latent: these are latents.
         has_state: carries recurrent state.
-        window: what it sees, where that is a window or a chunk.
-        source: index of the layer whose entries it reads, having none of its own.
-        view: what this turn's answer reads, where that is less than what is stored.
-        saved: names of what is written to files beside entries and state.
+        window: its window or chunk, if it has one.
+        source: index of the layer that it shares entries of, without its own.
+        view: entries that this turn's answer attends to, if not all.
+        saved: names of saved facts besides entries and state.
     """
 
     is_growing = False
@@ -41,15 +41,15 @@ class AnyLayer:
         return None
 
     def states(self) -> dict[str, Any]:
-        """Return all that the recurrent state consists of, by the names transformers has for it."""
+        """Return the whole recurrent state, by transformers' names."""
         return {}
 
     def state_tensors(self) -> Iterator[Tensor]:
-        """Every tensor of the recurrent state."""
+        """Yield every tensor of the recurrent state."""
         yield from tensors_in(self.states())
 
     def all_tensors(self) -> Iterator[Tensor]:
-        """Every tensor held; the first one has as many rows as the batch."""
+        """Yield every tensor; the first one has as many rows as the batch."""
         yield from self.state_tensors()
         if self.memory is not None:
             yield from self.memory.all_tensors()
@@ -62,13 +62,13 @@ class AnyLayer:
         """Make row i a copy of row ``rows[i]``."""
 
     def take_rows(self, layers: Sequence[AnyLayer]) -> None:
-        """Take up a recurrent state of which row i is that of ``layers[i]``."""
+        """Set the recurrent state: row i is that of ``layers[i]``."""
 
     def make_way(self, tokens: int) -> None:
-        """Drop what left the window, so that nothing more is dropped while `tokens` further tokens are stored."""
+        """Drop entries outside the window, so that nothing is dropped while `tokens` further tokens are stored."""
 
     def drop_unseen(self, *, at_once: bool) -> None:
-        """Drop what no token to come can see; unless `at_once`, only when there is much of it."""
+        """Drop entries that no future token can see; unless `at_once`, only if there are many."""
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder(indices)

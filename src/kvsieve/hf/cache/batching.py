@@ -1,4 +1,4 @@
-"""Several caches as the rows of one, so that they decode together."""
+"""Several caches as the rows of one, for batched decoding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvsieve.hf.cache.states import CacheLayer, stacked_states
 
 
 def can_stack(caches: Sequence[SieveCache]) -> bool:
-    """Tell whether `stack` takes them: of one model, as many tokens seen and heads; none latent, encoded or a view."""
+    """Return True if `stack` supports them: same model, tokens seen and heads; none latent, encoded or a view."""
     first = caches[0]
     return all(
         cache.owner.decoder() is first.owner.decoder()
@@ -38,12 +38,12 @@ def _alike(mine: CacheLayer, theirs: CacheLayer) -> bool:
 
 
 def stack(caches: Sequence[SieveCache], reserve: int = 0) -> SieveCache:
-    """Make a cache whose rows are those of `caches`, which stay as they are.
+    """Return a cache with the rows of `caches`, which do not change.
 
     Shorter rows and heads get filler on the left.
 
     Args:
-        caches: at least one; `can_stack` says which.
+        caches: at least one, for which `can_stack` is true.
         reserve: entries to leave room for.
     """
     first = caches[0]
@@ -62,7 +62,7 @@ def stack(caches: Sequence[SieveCache], reserve: int = 0) -> SieveCache:
 
 
 def _stacked(layers: Sequence[CacheLayer], reserve: int) -> CacheLayer:
-    """One layer's rows; what methods remember of it, which is for later turns, is left behind."""
+    """Return one layer's rows, without methods' state, which is for later turns."""
     out: Any = layers[0].fork(share=True)
     if out.memory is not None:
         out.store = DenseStore.stack([cast(StoreLayer, layer).store for layer in layers], reserve)

@@ -1,4 +1,4 @@
-"""The cache transformers sees: logical lengths outward, physically small stores inward."""
+"""The cache for transformers: logical lengths outside, physically small stores inside."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ from kvsieve.report.display import html_table, mebibytes, span
 class SieveCache(Forked, Cache):
     """A batch of conversations under one plan, on one model. Made by ``Sieve.new_cache()``.
 
-    Length questions are answered logically (tokens seen), so kept tokens keep their absolute positions and a later
-    turn continues at the right place.
+    Lengths are logical (tokens seen), so kept tokens keep their absolute positions and a later turn continues at the
+    right place.
 
     Attributes:
         owner: the model and the plan.
-        conversation: where the conversations stand.
+        conversation: state of the conversations.
         updated: index of the layer that has staged keys and values last.
-        producers: indices of the layers whose entries others read.
-        status: "ready"; "running" while a pass runs; "broken" after one that failed half-way, whose layers no longer
-            agree, or after a call that did.
+        producers: indices of the layers with entries shared by others.
+        status: "ready"; "running" while a pass runs; "broken" after a pass or call that failed half-way.
         few_turns: turns that a plain call of the model has begun with few tokens.
-        moment: a number that changes with everything that happens to the cache.
-        candidates: True where passes over several tokens after a prompt are candidates for its answer; see `crop`.
-        undecided: the last pass, where `crop` can take it back; None for others.
+        moment: a number that changes with every change of the cache.
+        candidates: True if passes over several tokens after a prompt are candidates for its answer; see `crop`.
+        undecided: the last pass, if `crop` can undo it; None for others.
     """
 
     _instead = "save it with sieve.save(cache, path), which sieve.load reads"
@@ -71,7 +70,7 @@ class SieveCache(Forked, Cache):
 
     @property
     def all_layers(self) -> list[CacheLayer]:
-        """The layers, which are all ours."""
+        """The layers."""
         return self.layers  # type: ignore[return-value]
 
     @property
@@ -81,16 +80,16 @@ class SieveCache(Forked, Cache):
 
     @property
     def forgets(self) -> bool:
-        """True where some layer cannot be read again: recurrent state, or a window that has moved on."""
+        """True if some layer cannot be read again: recurrent state, or a window that has moved on."""
         return any(layer.has_state or layer.window is not None for layer in self.all_layers)
 
     @property
     def has_state(self) -> bool:
-        """True where some layer has recurrent state."""
+        """True if some layer has recurrent state."""
         return any(layer.has_state for layer in self.all_layers)
 
     def touch(self) -> None:
-        """Note that something happens to the cache: what earlier passes did can no longer be taken back."""
+        """Record a change of the cache: earlier passes can no longer be undone."""
         self.moment += 1
         self.undecided = None
 
@@ -139,14 +138,14 @@ class SieveCache(Forked, Cache):
         return why_not_candidates(self.owner.plan, self.all_layers, self.num_seen) is None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last columns that were fed: those of an answer, of all rows alike.
+        """Remove the last columns fed: those of an answer, in all rows.
 
         Args:
-            tokens_to_remove: how many, as a negative number or 0, or how many columns to leave, as a positive one.
+            tokens_to_remove: a negative number or 0; or, if positive, the number of columns to leave.
 
         Raises:
             UnsupportedOptionError: the plan, or the model's recurrent layers, have acted on them.
-            InputError: so many columns were not fed.
+            InputError: fewer columns were fed.
         """
         count = -tokens_to_remove if tokens_to_remove <= 0 else max(self.num_seen - tokens_to_remove, 0)
         if self.undecided is not None and count <= self.undecided.size:
@@ -158,7 +157,7 @@ class SieveCache(Forked, Cache):
             self.advance(-count)
 
     def activate_past_recording(self) -> None:
-        """Take passes over several tokens after a prompt for candidates of its answer, which `crop` takes back."""
+        """Treat passes over several tokens after a prompt as candidates of its answer, which `crop` removes."""
         reason = why_not_candidates(self.owner.plan, self.all_layers, self.num_seen)
         if reason is not None:
             raise UnsupportedOptionError(f"candidates cannot be taken back: {reason}")
@@ -187,14 +186,14 @@ class SieveCache(Forked, Cache):
         self.conversation.reorder(torch.arange(self.conversation.batch).repeat_interleave(repeats))
 
     def fork(self, *, share: bool = False) -> SieveCache:
-        """Copy it, to go its own way: for several questions on one context, or several answers to one.
+        """Return an independent copy: for several questions on one context, or several answers to one.
 
         Args:
-            share: keys and values are shared with this cache until one of the two writes to them; only right where
-                every layer of the copy is evicted before anything is appended to either.
+            share: share keys and values until one of the two writes to them; only valid if every layer of the copy is
+                evicted before anything is appended to either.
 
         Raises:
-            CacheStateError: a prompt is half-read.
+            CacheStateError: in the middle of a prompt.
         """
         if self.status != "ready" or self.turn.deferred:
             raise CacheStateError("the cache is in the middle of a prompt and cannot be forked; finish it first")
@@ -212,7 +211,7 @@ class SieveCache(Forked, Cache):
         return other
 
     def check_ready(self) -> None:
-        """Raise CacheStateError if layers disagree, or if a call was interrupted."""
+        """Raise CacheStateError if layers are inconsistent, or if a call was interrupted."""
         if self.status != "ready":
             raise CacheStateError(
                 "a call with this cache failed half-way, so it holds what its caller does not know of: roll it back to "
@@ -225,12 +224,12 @@ class SieveCache(Forked, Cache):
             raise CacheStateError(f"the cache is in the middle of a prompt and cannot be {purpose}; finish it first")
 
     def snapshot(self) -> Snapshot:
-        """Return a state for `rollback`, any number of times. Entries are shared, not copied: it costs little.
+        """Return a state for `rollback`, any number of times. Entries are shared, not copied: it is cheap.
 
-        The memory of what is evicted later is returned only once the snapshot is gone.
+        The memory of later evictions is freed only with the snapshot.
 
         Raises:
-            CacheStateError: a prompt is half-read.
+            CacheStateError: in the middle of a prompt.
         """
         self.check_copyable("kept so")
         self.touch()
@@ -251,7 +250,7 @@ class SieveCache(Forked, Cache):
         """
         if snapshot.cache() is not self:
             raise CacheStateError("the snapshot was taken of another cache; roll that one back, or fork it")
-        # What follows is written behind the entries of the snapshot: where a later one has its own, into a copy.
+        # Later entries are written after those of the snapshot, or into a copy if another snapshot has entries there.
         self.touch()
         seen = snapshot.conversation.num_seen
         later = any(other.conversation.num_seen > seen for other in self.snapshots)
@@ -259,7 +258,7 @@ class SieveCache(Forked, Cache):
         self.layers = [layer.fork(share=not later) for layer in snapshot.layers]
 
     def become(self, other: SieveCache) -> None:
-        """Take over the content of another cache of the same plan and model, which is used up."""
+        """Take over the content of another cache of the same plan and model, which becomes unusable."""
         self.touch()
         self.owner = other.owner
         self.conversation = other.conversation
@@ -267,14 +266,14 @@ class SieveCache(Forked, Cache):
         self.layers = other.layers
 
     def entries(self) -> list[int]:
-        """Entries stored per layer and KV head now, of the fullest row; the mean where heads differ, 0 without any."""
+        """Entries stored per layer and KV head, of the fullest row; the mean over heads, 0 without any."""
         return [0 if layer.memory is None else layer.memory.entries for layer in self.all_layers]
 
     def nbytes(self) -> int:
         """Bytes of all tensors in the cache.
 
-        Keys, values, indices and masks, recurrent states, room for further entries, and all that methods and readers
-        remember (scores, queries, views, page tables).
+        Includes keys, values, indices, masks, recurrent states, spare room, and the state of methods and readers
+        (scores, queries, views, page tables).
         """
         return storage_bytes(self._tensors())
 
@@ -297,5 +296,5 @@ class SieveCache(Forked, Cache):
         return html_table(f"SieveCache under {self.owner.plan.name}", [*rows, ("memory", mebibytes(self.nbytes()))])
 
     def memory_report(self) -> dict[str, Any]:
-        """Report the tokens seen, entries stored per layer and KV head, and the bytes of all tensors."""
+        """Return the tokens seen, entries stored per layer and KV head, and the bytes of all tensors."""
         return {"tokens_seen": self.num_seen, "entries": self.entries(), "bytes": self.nbytes()}

@@ -1,4 +1,4 @@
-"""Copies and pickles of what a plan runs on: made whole where that is possible, refused where half would be copied."""
+"""Copying and pickling of the objects of a plan: complete, or refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvsieve.errors import KvsieveError
 
 
 class Unpicklable:
-    """Base of objects that are no data: pickling them raises KvsieveError, which says what to do instead."""
+    """Base of objects that cannot be pickled: that raises KvsieveError with advice."""
 
     _instead = ""
 
@@ -21,7 +21,7 @@ class Unpicklable:
 
 
 class Forked(Unpicklable):
-    """Base of objects that `fork` copies, and so do copy.copy and copy.deepcopy; pickling them raises KvsieveError."""
+    """Base of objects that copy.copy and copy.deepcopy copy by `fork`; pickling them raises KvsieveError."""
 
     def fork(self) -> Any:
         raise NotImplementedError
@@ -34,7 +34,7 @@ class Forked(Unpicklable):
 
 
 class _Refusal:
-    """Takes the place of a module's methods that copy it."""
+    """Replaces a module's copy methods."""
 
     def __call__(self, *args: Any) -> NoReturn:
         raise KvsieveError(

@@ -1,4 +1,4 @@
-"""Counts of a turn: what its tokens have read, and how the passes over them were run."""
+"""Counts of a turn: reads of its tokens, and execution of its passes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 
 @dataclass
 class Reads:
-    """Counts of what tokens after a prompt have read, in all layers, heads and rows together.
+    """Counts of reads by tokens after a prompt, over all layers, heads and rows.
 
     Attributes:
-        tokens: how many read, per row.
+        tokens: tokens counted, per row.
         entries: entries attended to, exactly.
         entry_bytes: their bytes.
         estimate_bytes: bytes read to choose them.
-        upkeep_bytes: bytes read to make and renew what they are chosen by.
-        sparse: reads that took less than everything.
-        whole_bytes: bytes that reading all entries would have taken.
-        not_compiled: why the last sparse read was torch's operations; None where it was one compiled call.
-        executors: what computed attention, by layer, when it first did.
+        upkeep_bytes: bytes read to build and update the metadata.
+        sparse: reads of a part of the entries.
+        whole_bytes: bytes of dense attention.
+        not_compiled: reason why the last sparse read used torch's operations; None for one compiled call.
+        executors: first executor of attention, by layer.
     """
 
     tokens: int = 0
@@ -39,7 +39,7 @@ class Reads:
         return self.entry_bytes + self.estimate_bytes + self.upkeep_bytes
 
     def add(self, other: Reads, times: int = 1) -> None:
-        """Count what another has counted; -1 times to count it no more."""
+        """Add another's counts, `times` times; -1 to subtract."""
         if other.sparse or other.not_compiled is not None:
             self.not_compiled = other.not_compiled
         for name, value in vars(other).items():
@@ -47,13 +47,13 @@ class Reads:
                 vars(self)[name] += times * value
 
     def read(self, entries: int, entry: int, among: int | None = None) -> None:
-        """Count `entries` of `entry` bytes each, chosen among so many; None where they are all there are."""
+        """Count `entries` of `entry` bytes each, chosen among `among`; None for all."""
         self.entries += entries
         self.entry_bytes += entries * entry
         self.whole_bytes += (entries if among is None else among) * entry
 
     def estimate(self, count: int, upkeep: int) -> None:
-        """Count the bytes that a reader has read to choose, and those to make and renew what it chooses by."""
+        """Count the bytes read by a reader to choose, and to build and update its metadata."""
         self.sparse += 1
         self.estimate_bytes += count
         self.upkeep_bytes += upkeep
@@ -61,14 +61,14 @@ class Reads:
 
 @dataclass
 class Passes:
-    """Counts of how the passes after a prompt were run.
+    """Counts of passes after a prompt.
 
     Attributes:
         fixed: passes of fixed shapes, recorded.
         eager: passes run as transformers does.
-        reason: why the last eager one was.
-        captures: how often a pass was recorded.
-        capture_s: seconds of that.
+        reason: of the last eager one.
+        captures: number of recordings.
+        capture_s: seconds of recording.
     """
 
     fixed: int = 0
@@ -80,14 +80,14 @@ class Passes:
 
 @dataclass
 class PromptBlocks:
-    """Counts of attention to a turn's prompt; blocks are counted under a plan that reads prompts sparsely.
+    """Counts of attention to a turn's prompt; blocks are counted under sparse prefill.
 
     Attributes:
-        computed: pairs of a block of queries and one of keys that were computed, of all layers, heads and rows.
-        causal: pairs there were.
-        recall: sum, over sampled queries, of the part of their attention that the computed blocks hold.
+        computed: computed pairs of a query block and a key block, of all layers, heads and rows.
+        causal: all causal pairs.
+        recall: sum, over sampled queries, of the share of attention in the computed blocks.
         sampled: sampled queries.
-        executors: what computed attention, by layer, when it first did.
+        executors: first executor of attention, by layer.
     """
 
     computed: int = 0

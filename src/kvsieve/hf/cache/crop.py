@@ -1,4 +1,4 @@
-"""Taking back columns that were fed to a cache, as transformers' assisted decoding does with candidates it rejects."""
+"""Removal of the last columns of a cache, as in transformers' assisted decoding for rejected candidates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RECURRENT = "the model's recurrent layers do not go back to an earlier state"
 
 
 class Undecided(Protocol):
-    """A pass of which the last tokens can be taken back."""
+    """A pass with last tokens that can be undone."""
 
     size: int
 
@@ -24,7 +24,7 @@ class Undecided(Protocol):
 
 
 def why_not_candidates(plan: Plan, layers: Sequence[CacheLayer], seen: int) -> str | None:
-    """One clause saying why passes over candidates cannot be taken back; None where they can. seen: columns fed."""
+    """Return a clause why passes over candidates cannot be undone, or None. seen: columns fed."""
     if any(layer.has_state for layer in layers):
         return _RECURRENT
     if not seen and plan.roles:
@@ -35,11 +35,11 @@ def why_not_candidates(plan: Plan, layers: Sequence[CacheLayer], seen: int) -> s
 
 
 def take_back(plan: Plan, conversation: Conversation, layers: Sequence[CacheLayer], count: int) -> None:
-    """Take back the last `count` columns, to which nothing was done but that they were stored; they stay counted.
+    """Remove the last `count` columns, which were only stored; they stay counted.
 
     Raises:
-        InputError: so many were not fed.
-        UnsupportedOptionError: more was done.
+        InputError: fewer were fed.
+        UnsupportedOptionError: the plan or the model acted on them.
     """
     turn = conversation.turn
     start = conversation.num_seen - count
@@ -61,7 +61,7 @@ def take_back(plan: Plan, conversation: Conversation, layers: Sequence[CacheLaye
 def _why_not(
     plan: Plan, conversation: Conversation, layers: Sequence[CacheLayer], count: int, prompt: int
 ) -> str | None:
-    """One clause saying why columns cannot be taken back, of which so many are the prompt's; None where they can."""
+    """Return a clause why columns cannot be removed, or None; prompt: how many of them are the prompt's."""
     turn = conversation.turn
     if any(layer.has_state for layer in layers):
         return _RECURRENT

@@ -1,4 +1,4 @@
-"""Undoing on a cache what a call did that failed half-way, or refusing the cache."""
+"""Undo of a failed call on a cache, or refusal of the cache."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from kvsieve.errors import CacheStateError
 from kvsieve.hf.cache.cache import SieveCache
 
-# The call that each cache is in, by the cache's id: its thread, and what it is known by.
+# The current call of each cache, by the cache's id: its thread and token.
 _CALLS: dict[int, tuple[int, object]] = {}
 
 
 @contextlib.contextmanager
 def _alone(cache: SieveCache) -> Iterator[None]:
-    """Let calls of one thread at a time use a cache. Raises CacheStateError where another thread's does."""
+    """Lock a cache for calls of one thread. Raises CacheStateError if another thread uses it."""
     number = id(cache)
     call = (threading.get_ident(), object())
-    # Twice, because an interrupt may come within what is done at the end.
+    # Twice, because an interrupt may come within the final steps.
     try:
         try:
             # One step, so that of two threads only one gets the cache.
@@ -39,14 +39,14 @@ def _alone(cache: SieveCache) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undone_on_failure(cache: Any) -> Iterator[None]:
-    """Leave a cache as it was before a call that fails, an interrupt included, or refuse it from then on.
+    """Restore a cache after a call that fails or is interrupted, or refuse it from then on.
 
-    It is as it was where nothing was fed to it; else it holds what its caller does not know of, and only a rollback to
-    a snapshot makes it usable again. Under a plan that reads the whole conversation in every turn it is emptied.
-    A call of another thread on it is refused meanwhile.
+    It is restored if nothing was fed to it; otherwise its content is unknown to the caller, and only a rollback to a
+    snapshot makes it usable again. Under a plan that prefills the whole conversation in every turn it is emptied.
+    Meanwhile a call of another thread is refused.
 
     Args:
-        cache: of the call; anything but a SieveCache is left alone.
+        cache: of the call; objects other than a SieveCache are ignored.
     """
     if not isinstance(cache, SieveCache):
         yield
@@ -66,7 +66,7 @@ def undone_on_failure(cache: Any) -> Iterator[None]:
                 cache.conversation = before
                 cache.status = "ready"
             elif cache.owner.plan.shortens_prompt:
-                # Every turn of such a plan reads the whole conversation into an empty cache.
+                # Every turn of such a plan prefills the whole conversation into an empty cache.
                 cache.reset()
                 cache.conversation.ends = before.ends
             raise

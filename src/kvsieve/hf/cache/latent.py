@@ -1,4 +1,4 @@
-"""One layer with latent attention: what is stored of a token is its latent."""
+"""One layer with latent attention: stores a latent per token."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvsieve.hf.cache.layer import SieveLayer
 
 
 class LatentLayer(SieveLayer):
-    """Latents of one layer, less those that the plan drops.
+    """Latents of one layer, except those that the plan drops.
 
-    The model gives the cache a latent and the rotated part of the key for each token, and expands what it gets back:
-    the new tokens only, as `update` returns them untouched.
+    The model gives the cache a latent and the rotated part of the key for each token, and expands the result of
+    `update`: the new tokens only, which are returned unchanged.
 
     Attributes:
         up: the layer's up-projection, found in its first pass; its tensors are the model's weights.
@@ -28,7 +28,7 @@ class LatentLayer(SieveLayer):
         self.up: UpProjection | None = None
 
     def take_entries(self, who: str) -> tuple[Tensor, Tensor]:
-        """Hand over entries [B, 1, L, R + Dr] of what `update` staged, and their latents [B, 1, L, R], a view."""
+        """Return the staged entries [B, 1, L, R + Dr], and their latents [B, 1, L, R], a view."""
         latents, rotated = self.take_staged(who)
         entries = torch.cat([latents, rotated], -1)
         return entries, entries[..., : latents.shape[-1]]

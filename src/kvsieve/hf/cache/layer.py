@@ -1,4 +1,4 @@
-"""Layers of the cache that transformers sees, which hold keys and values: all of them, or those of a window."""
+"""Layers of the cache with keys and values: all of them, or those of a window."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from kvsieve.types import Selection
 
 
 class StoreLayer(CacheLayerMixin, AnyLayer):
-    """Entries of one layer in a store of ours.
+    """Entries of one layer in a kvsieve store.
 
-    `update` only stages new keys and values and returns them untouched; the attention function takes them, stores
-    them and attends. What `update` was given must be what attention receives, or the model is refused.
+    `update` only stages new keys and values and returns them unchanged; the attention function stores them and attends.
+    Attention must receive the inputs of `update`, or the model is refused.
 
     Attributes:
         store: the entries.
-        num_seen: tokens seen, whatever was evicted.
-        staged: what `update` was given, until attention takes it.
+        num_seen: tokens seen, including evicted ones.
+        staged: inputs of `update`, until attention takes them.
     """
 
     is_sliding = False
@@ -60,7 +60,7 @@ class StoreLayer(CacheLayerMixin, AnyLayer):
         return None if self.store.is_empty else self.store.values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the store allocates on first use."""
+        """Do nothing: the store allocates on first use."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.staged is not None:
@@ -72,10 +72,10 @@ class StoreLayer(CacheLayerMixin, AnyLayer):
         return key_states, value_states
 
     def take(self, key: Tensor, value: Tensor, who: str) -> tuple[Tensor, Tensor, int]:
-        """Hand over what `update` staged; `key` and `value` are what the attention function of `who` was given.
+        """Return and clear the staged entries; `key` and `value` are the inputs of the attention function of `who`.
 
         Returns:
-            Keys, values, and how often the model has repeated all their heads, one set after another.
+            Keys, values, and the number of times the model has repeated all their heads, one set after another.
         """
         staged = self.take_staged(who)
         repeats = _repeats(staged[0], key)
@@ -87,7 +87,7 @@ class StoreLayer(CacheLayerMixin, AnyLayer):
         return *staged, repeats
 
     def take_staged(self, who: str) -> tuple[Tensor, Tensor]:
-        """Hand over what `update` staged for the attention of `who`."""
+        """Return and clear the staged entries for the attention of `who`."""
         staged = self.staged
         self.staged = None
         if staged is None:
@@ -99,11 +99,11 @@ class StoreLayer(CacheLayerMixin, AnyLayer):
         yield from tensors_in((self.staged,))
 
     def get_seq_length(self) -> int:
-        """Logical: tokens seen, whatever was evicted."""
+        """Logical: tokens seen, including evicted ones."""
         return self.num_seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Physical: entries stored, the new ones included."""
+        """Physical: entries stored, including the new ones."""
         return (0 if self.store.is_empty else self.store.size) + query_length, 0
 
     def get_max_length(self) -> int:
@@ -119,7 +119,7 @@ class StoreLayer(CacheLayerMixin, AnyLayer):
         return other
 
     def take_over(self, other: Self) -> None:
-        """Become what a copy is that was made earlier and is used up."""
+        """Take over the content of an earlier copy, which becomes unusable."""
         vars(self).update(vars(other))
 
     def offload(self) -> None:
@@ -135,7 +135,7 @@ class StoreLayer(CacheLayerMixin, AnyLayer):
 
 
 def _repeats(staged: Tensor, given: Tensor) -> int:
-    """Tell how often `given` repeats all heads of `staged`, 0 where it is something else."""
+    """Return the number of times `given` repeats all heads of `staged`, 0 if it is something else."""
     if given is staged:
         return 1
     repeats, rest = divmod(given.shape[1], staged.shape[1])
@@ -144,10 +144,10 @@ def _repeats(staged: Tensor, given: Tensor) -> int:
 
 
 class SieveLayer(StoreLayer):
-    """All entries of one layer, less those that the plan drops.
+    """All entries of one layer, except those that the plan drops.
 
     Attributes:
-        state: what methods remember of the layer.
+        state: methods' state of the layer.
     """
 
     is_growing = True
@@ -159,11 +159,11 @@ class SieveLayer(StoreLayer):
         self.view = None
 
     def encode(self, codec: Codec, *, ends_prompt: bool) -> None:
-        """Encode the entries that have left the newest ones; ends_prompt: in blocks that need not be full."""
+        """Encode the entries that are no longer among the newest; ends_prompt: blocks need not be full."""
         self.store, self.view = encode(self.store, self.view, codec, ends_prompt=ends_prompt)
 
     def may_encode(self, codec: Codec, tokens: int) -> bool:
-        """Tell whether entries may be encoded while up to `tokens` further tokens are stored."""
+        """Return True if entries may be encoded while up to `tokens` further tokens are stored."""
         store = self.store
         if store.is_encoded:
             return store.may_settle(tokens)
@@ -171,7 +171,7 @@ class SieveLayer(StoreLayer):
         return any(length >= codec.newest(length) + codec.block for length in range(stored + 1, stored + tokens + 1))
 
     def view_only(self, selection: Selection) -> None:
-        """Let the turn's answer read what is selected, and what is stored from now on; nothing is dropped."""
+        """Restrict the turn's answer to the selection and later entries; nothing is dropped."""
         if self.store.is_ragged:
             raise CacheStateError("views of entries that heads keep in different numbers are not supported")
         real = selection.real()
@@ -199,13 +199,13 @@ class SieveLayer(StoreLayer):
 
 
 class WindowLayer(StoreLayer):
-    """DenseEntries that tokens to come can still see, of a layer that looks back no further than a window or chunk.
+    """DenseEntries that future tokens can still see, of a layer with a window or chunk.
 
-    The store's index holds positions here (padding not counted), by which the window goes: tokens that were dropped on
-    the way to this layer leave holes.
+    The store's index has positions here (padding not counted), which define the window: tokens dropped before this
+    layer leave holes.
 
     Attributes:
-        holes: True once positions next to each other may lie further apart than one, as dropped tokens make them.
+        holes: True if neighbouring positions may differ by more than one, after tokens were dropped.
     """
 
     is_sliding = True
@@ -225,7 +225,7 @@ class WindowLayer(StoreLayer):
 
     @property
     def room(self) -> int:
-        """Tokens stored before what has left the window is dropped, while decoding."""
+        """Tokens stored before entries outside the window are dropped, while decoding."""
         return window_room(self.window.span)
 
     def make_way(self, tokens: int) -> None:
@@ -242,7 +242,7 @@ class WindowLayer(StoreLayer):
         else:
             position = store.index[:, 0].long()
             if store.valid is not None:
-                # Tokens that were taken back have positions to come.
+                # Removed tokens have future positions.
                 position = position.masked_fill(~store.valid[:, 0], -1)
             seen = self.window.sees(position.amax(1, keepdim=True) + 1, position)
             if store.valid is not None:

@@ -1,4 +1,4 @@
-"""The layer of the cache that each kind of decoder layer gets."""
+"""Construction of the cache's layers by the kind of decoder layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvsieve.hf.kinds import LayerKind
 
 
 def new_layer(kind: LayerKind, number_of_states: int = 1) -> CacheLayer:
-    """Make an empty layer.
+    """Return an empty layer.
 
     Args:
         kind: of the decoder layer.
@@ -29,7 +29,7 @@ def new_layer(kind: LayerKind, number_of_states: int = 1) -> CacheLayer:
 
 
 def kind_of(layer: CacheLayer) -> LayerKind:
-    """Tell the kind of decoder layer that a layer of the cache was made for."""
+    """Return the kind of decoder layer of a cache layer."""
     if layer.window is not None:
         return LayerKind("chunk" if layer.window.chunked else "window", layer.has_state, layer.window.span)
     if layer.memory is not None:

@@ -1,4 +1,4 @@
-"""Caches for decoders of transformers that take a cache of a class of their own and no other."""
+"""Caches for decoders of transformers that require their own cache class."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvsieve.hf.compat import own_cache_class
 
 
 class LinearCache(SieveCache):
-    """A SieveCache that keeps the state of linear attention by the names that MiniMaxCache has for it."""
+    """A SieveCache with the state of linear attention under MiniMaxCache's names."""
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -31,7 +31,7 @@ class LinearCache(SieveCache):
 
 
 def new_cache(decoder: Any, config: Any, owner: Owner) -> SieveCache:
-    """Make an empty cache of a class that the decoder takes."""
+    """Return an empty cache of a class that the decoder accepts."""
     own = own_cache_class(decoder)
     return SieveCache(config, owner) if own is None else _joined(own)(config, owner)
 

@@ -1,4 +1,4 @@
-"""The model and the plan that a cache belongs to."""
+"""The model and the plan of a cache."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvsieve.planning.plans import Plan
 
 @dataclass(frozen=True, eq=False)
 class Owner:
-    """The model that a cache belongs to, identified by its decoder, and the plan that reads it.
+    """A cache's model, identified by its decoder, and plan.
 
     Attributes:
         decoder: of the model.
         plan: the plan.
-        adopted: True where another plan has read a part of it; see ``Sieve.adopt``.
-        adapters: PEFT's adapters that act on the model.
+        adopted: True if another plan has prefilled a part of it; see ``Sieve.adopt``.
+        adapters: active PEFT adapters of the model.
     """
 
     decoder: weakref.ref[nn.Module]
@@ -27,7 +27,7 @@ class Owner:
     adapters: tuple[str, ...] = ()
 
     def why_not(self, decoder: nn.Module, plan: Plan, adapters: tuple[str, ...]) -> str | None:
-        """One clause saying why a cache is not for this model and plan; None if it is."""
+        """Return a clause why a cache is not for this model and plan, or None."""
         if self.decoder() is not decoder:
             return "was made for another model, whose keys and values mean nothing here: use one cache per model"
         if self.adapters != adapters:

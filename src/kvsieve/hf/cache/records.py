@@ -1,4 +1,4 @@
-"""Records of a cache's conversation beside the entries: where it stands, and what happened in this turn."""
+"""Records of a cache's conversation besides the entries: its state, and the events of this turn."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
     from kvsieve.hf.cache.short_prompt import ShortPrompt
     from kvsieve.planning.protection import ProtectedTokens
 
-# Hidden states of a chunk that waits at the propagator's source layer, and what deeper layers are given with them.
+# Hidden states of a chunk that waits at the propagator's source layer, and the arguments of deeper layers.
 DeferredChunk = tuple[Tensor, ...]
 
 
 @dataclass
 class TurnRecord:
-    """Record of what really happened to the prompt of a turn.
+    """Record of the plan's effect on the prompt of a turn.
 
     Attributes:
-        prompt_tokens: true tokens of the conversation once the prompt was complete, of the longest row.
-        kept: entries stored per layer once the prompt was complete.
+        prompt_tokens: true tokens of the conversation at the end of the prompt, of the longest row.
+        kept: entries stored per layer at the end of the prompt.
         asked: the budget's entries, None without an evictor.
-        raised_to: the evictor's minimum, where that is more.
+        raised_to: the evictor's minimum, if that is more.
         evicted: layers that dropped entries.
         propagated: tokens that reached the deepest layer, None if all did.
         report: the propagator's report on its choice.
         reduced: False if the plan must not act on the prompt.
-        question: its last tokens, which were read after the plan had acted, and kept whole; `asked`, `raised_to`,
-            `evicted` and `propagated` are about those before them.
-        reread: tokens that were read before and again, because rotary tables depend on the length of the whole.
-        reads: what its answer's tokens have read.
-        passes: how they were run.
-        blocks: what was computed of the prompt's attention, under a plan that reads prompts sparsely.
+        question: its last tokens, which were prefilled after the plan had acted, without eviction; `asked`,
+            `raised_to`, `evicted` and `propagated` are about those before them.
+        reread: tokens that were prefilled again, because rotary tables depend on the total length.
+        reads: counts of its answer's reads.
+        passes: counts of its passes.
+        blocks: counts of the prompt's attention blocks, under sparse prefill.
     """
 
     prompt_tokens: int = 0
@@ -62,13 +62,13 @@ class TurnRecord:
 
 @dataclass(frozen=True)
 class PropagatedTokens:
-    """Tokens of a turn that went on behind a layer.
+    """Tokens of a turn that continued after a layer.
 
     Attributes:
         layer: index of the layer that dropped the others.
         start: columns fed before the turn, padding included.
         end: columns fed once its prompt was complete.
-        columns: int32 [B, K], those that went on, -1 for filler.
+        columns: int32 [B, K], those that continued, -1 for filler.
     """
 
     layer: int
@@ -89,17 +89,17 @@ class Turn:
         number: 0 for the first one.
         start: columns fed before it, padding included.
         reading: True until its prompt is complete.
-        acts: True where the plan acts on what is read now.
-        prompt_end: columns once its prompt is complete; None where no driver reads it, as in a plain call of the model.
-        length: tokens of the longest row once its prompt is complete, by which rotary tables are made that depend on
-            it; None where no driver reads it.
-        new_tokens: tokens expected after the prompt, 0 if nobody said.
+        acts: True if the plan acts on the current tokens.
+        prompt_end: columns once its prompt is complete; None without a driver, as in a plain call of the model.
+        length: tokens of the longest row once its prompt is complete, for length-dependent rotary tables; None without
+            a driver.
+        new_tokens: tokens expected after the prompt, 0 if unknown.
         decoded: tokens generated since the prompt was complete.
         reordered: True once rows changed places, as beams do.
         deferred: chunks of the prompt that wait at the propagator's source layer for the last one.
         reduced_before: turns so far that began after an earlier one had dropped something, this one included.
-        drafted: float [B, N], what a draft model scores the prompt's tokens by, until it is complete; -inf for padding.
-        record: what happened to its prompt.
+        drafted: float [B, N], a draft model's scores of the prompt's tokens, until it is complete; -inf for padding.
+        record: the plan's effect on its prompt.
     """
 
     number: int = 0
@@ -124,7 +124,7 @@ class Turn:
         self.record.reduced = acts
 
     def check_beams(self) -> None:
-        """Raise CacheStateError for a turn answered by a beam search, whose rows are not the returned sequences."""
+        """Raise CacheStateError for a turn answered by a beam search, with rows that are not the returned sequences."""
         if self.reordered:
             raise CacheStateError(
                 "the cache is that of a beam search: its rows are the beams that were in progress, not the sequences "
@@ -133,28 +133,27 @@ class Turn:
             )
 
     def room(self, end: int, size: int) -> int:
-        """Entries to leave room for when a buffer of `size` entries is allocated with `end` columns fed."""
+        """Return the entries to reserve when a buffer of `size` entries is allocated with `end` columns fed."""
         return max((self.prompt_end or 0) - end, 0) + min(self.new_tokens, max(64, size // 8))
 
 
 @dataclass
 class Conversation:
-    """Where a batch of conversations stands; a saved cache holds it whole.
+    """State of a batch of conversations; a saved cache has all of it.
 
     Attributes:
         num_seen: columns fed so far, padding included.
-        batch: rows; 0 before anything was read.
-        mask: attention mask of all columns fed so far, bool [B, num_seen]; None while nothing was padding.
-        ends: rows of answers that others of the batch outlasted; None where there are none.
+        batch: rows; 0 while empty.
+        mask: attention mask of all columns fed so far, bool [B, num_seen]; None without padding.
+        ends: rows with answers that ended before others; None without any.
         prompt_lengths: true tokens of each row when the turn's prompt was complete.
-        short_prompt: the prompt as its caller knows it, under a plan that keeps a shorter one in its place.
-        protected: tokens that the caller wants kept, whatever the plan drops.
-        multi_axis_positions: True once tokens had positions on several axes, as an image's have: later ones do not
+        short_prompt: the caller's prompt, under a plan that keeps a shorter one instead.
+        protected: tokens that must not be evicted.
+        multi_axis_positions: True once tokens had positions on several axes, such as an image's: later positions do not
             simply count on.
-        propagated: where tokens were dropped on their way through the layers, in order.
+        propagated: places where tokens were dropped between layers, in order.
         acted: (start, end) columns of the prompts that the plan has acted on, in order.
-        tables: lowest and highest length by which rotary tables of what was read are known to have been made; None
-            where tables do not depend on it.
+        tables: minimum and maximum length of the rotary tables used so far; None if tables do not depend on it.
         turn: the turn in progress, or the last one.
     """
 
@@ -201,30 +200,30 @@ class Conversation:
 
     @property
     def table_lengths(self) -> tuple[int, int] | None:
-        """Lowest and highest length by which tables were made, those of an answer's tokens included."""
+        """Return the minimum and maximum length of tables used, including those of an answer's tokens."""
         if self.tables is None or not self.turn.decoded:
             return self.tables
         # Recorded passes note nothing.
         return min(*self.tables, self.longest), max(*self.tables, self.longest)
 
     def note_tables(self, length: int) -> None:
-        """Note a length by which rotary tables are made."""
+        """Record a length of rotary tables."""
         low, high = self.tables or (length, length)
         self.tables = min(low, length), max(high, length)
 
     def begin_question(self, tokens: int) -> None:
-        """Let the next pass go on with the turn's prompt, whose last `tokens` the plan leaves whole."""
+        """Let the next pass continue the turn's prompt with `tokens` last ones that the plan does not reduce."""
         self.turn.reading = True
         self.turn.acts = False
         self.turn.record.question = tokens
 
     def take_back(self, start: int, counts: Sequence[int], device: torch.device) -> None:
-        """Mask the columns of a pass that are taken back: those that no row keeps go, in others some rows have padding.
+        """Mask the removed columns of a pass: those that no row keeps are deleted, others become padding in some rows.
 
         Args:
             start: columns before the pass.
             counts: tokens of the pass that each row keeps.
-            device: of a mask that is made.
+            device: of a new mask.
         """
         most = max(counts)
         mask = self.mask
@@ -236,12 +235,12 @@ class Conversation:
         self.mask = torch.cat([mask[:, :start], mask[:, start : start + most] & kept.to(mask.device)], 1)
 
     def went_on(self, layer: int, end: int, columns: Tensor, count: int) -> None:
-        """Note which tokens of the turn went on behind a layer; see PropagatedTokens. count: of the longest row."""
+        """Record tokens of the turn that continued after a layer; see PropagatedTokens. count: of the longest row."""
         self.propagated += (PropagatedTokens(layer, self.turn.start, end, columns),)
         self.turn.record.propagated = count
 
     def caller_length_and_mask(self) -> tuple[int, Tensor | None]:
-        """Columns of the conversation as its caller knows it, and their mask [B, columns], None without padding."""
+        """Return the number of the caller's columns, and their mask [B, columns], None without padding."""
         if self.short_prompt is None:
             return self.num_seen, self.mask
         return self.short_prompt.caller_length_and_mask(self.num_seen)
@@ -269,12 +268,12 @@ class Conversation:
         ]
 
     def copy(self) -> Conversation:
-        """Copy what later passes change; tensors are shared, for they are replaced and never written to."""
+        """Copy the parts that later passes change; tensors are shared, because they are replaced, never written to."""
         turn = dataclasses.replace(self.turn, deferred=list(self.turn.deferred), record=copy.deepcopy(self.turn.record))
         return dataclasses.replace(self, turn=turn)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield every tensor held."""
+        """Yield every tensor."""
         if self.mask is not None:
             yield self.mask
         yield from (each.columns for each in self.propagated)

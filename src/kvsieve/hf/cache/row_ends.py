@@ -1,4 +1,4 @@
-"""Rows of a batch that ended early, and the padding that generate appended to them."""
+"""Rows of a batch that ended early, and the padding appended by generate."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RowEnds:
-    """Padding behind the ends of a batch's answers, in columns of the conversation as its caller knows it.
+    """Padding after the ends of a batch's answers, in columns of the caller's conversation.
 
-    Generate feeds the last token of a row that has ended, and padding behind it, as long as another row goes on. Alone,
-    the row would read that token with its next prompt. So a later turn hides the column where it was fed, and reads it
-    in place of the last column of padding, which was not fed.
+    Generate feeds the last token of an ended row, and padding after it, until all rows end. Alone, the row would get
+    that token with its next prompt. So a later turn hides the column where it was fed, and feeds it in place of the
+    last column of padding, which was not fed.
 
     Attributes:
-        hidden: bool [B, columns], True for columns that are no tokens.
-        moved: int64 [B, columns], tokens that are read in place of padding, -1 elsewhere.
-        fed: True where hidden columns were fed to the model.
+        hidden: bool [B, columns], True for columns that are not tokens.
+        moved: int64 [B, columns], tokens fed in place of padding, -1 elsewhere.
+        fed: True if hidden columns were fed to the model.
         unknown: True if padding cannot be distinguished from an end token.
     """
 
@@ -31,7 +31,7 @@ class RowEnds:
     unknown: bool = False
 
     def rows(self, rows: Tensor) -> RowEnds | None:
-        """Copy it with row ``rows[i]`` as row i; None where none of these has ended before others."""
+        """Return a copy with row ``rows[i]`` as row i; None if none of these ended before others."""
         at = rows.to(self.hidden.device)
         hidden = self.hidden.index_select(0, at)
         if not self.unknown and not bool(hidden.any()):
@@ -39,7 +39,7 @@ class RowEnds:
         return dataclasses.replace(self, hidden=hidden, moved=self.moved.index_select(0, at))
 
     def then(self, seen: int, padding: Tensor, unknown: bool) -> RowEnds:
-        """Return what a further answer makes of it.
+        """Return the state after a further answer.
 
         Args:
             seen: columns before the answer.
@@ -50,7 +50,7 @@ class RowEnds:
         return RowEnds(hidden, _fitted(self.moved, hidden.shape[1], -1), True, unknown or self.unknown)
 
     def begin_turn(self, ids: Tensor, seen: int) -> RowEnds:
-        """Return what holds for a turn that reads ids [B, N] behind `seen` columns: last tokens are read with it."""
+        """Return the state for a turn with ids [B, N] after `seen` columns: last tokens are fed with it."""
         hidden = self.hidden
         last = self.hidden.shape[1] - 1
         if last != seen or not bool(hidden[:, last].any()):
@@ -71,12 +71,12 @@ class RowEnds:
         return mask.masked_fill(hidden, 0).masked_fill(moved, 1)
 
     def as_read(self, ids: Tensor) -> Tensor:
-        """Return ids [B, columns] of the caller's with the tokens that are read in place of padding."""
+        """Return the caller's ids [B, columns] with the tokens fed in place of padding."""
         moved = _fitted(self.moved, ids.shape[1], -1).to(ids.device)
         return torch.where(moved < 0, ids, moved)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield every tensor held."""
+        """Yield every tensor."""
         yield from (self.hidden, self.moved)
 
 

@@ -1,4 +1,4 @@
-"""The prompt as its caller gave it, where a cache holds a shorter one in its place."""
+"""The caller's prompt, for a cache with a shorter one instead."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from kvsieve.planning.protection import ProtectedTokens
 
 @dataclass(frozen=True)
 class ShortPrompt:
-    """The prompt as its caller gave it, where the cache holds a shorter one in its place.
+    """The caller's prompt, for a cache with a shorter one instead.
 
     Attributes:
-        plan: what passes over the cache run under.
-        token_index: int64 [B, K], the column of the given prompt at which each token that was read again stood, -1 for
-            filler.
+        plan: acts on passes over the cache.
+        token_index: int64 [B, K], column of the given prompt of each token of the short one, -1 for filler.
         length: columns of the given prompt.
-        mask: bool [B, length], None when nothing of it is padding.
-        lengths: its true tokens per row, which budgets count.
-        protected: what the caller wants kept of it.
-        layers: int32 [B, H, K], `token_index` of the layers whose heads hold different tokens; `token_index` is then
-            one head's.
+        mask: bool [B, length], None without padding.
+        lengths: its true tokens per row, used by budgets.
+        protected: its protected tokens.
+        layers: int32 [B, H, K], `token_index` of the layers with different tokens per head; `token_index` is then one
+            head's.
     """
 
     plan: Plan
@@ -38,14 +37,14 @@ class ShortPrompt:
     layers: dict[int, Tensor] = field(default_factory=dict)
 
     def caller_length_and_mask(self, num_seen: int) -> tuple[int, Tensor | None]:
-        """See Conversation; num_seen: columns that the cache has seen, those read again and what followed."""
+        """See Conversation; num_seen: columns in the cache, the short prompt and later ones."""
         later = num_seen - self.token_index.shape[1]
         if self.mask is None:
             return self.length + later, None
         return self.length + later, torch.cat([self.mask, self.mask.new_ones(len(self.mask), max(later, 0))], 1)
 
     def as_given(self, index: Tensor, layer: int) -> Tensor:
-        """Columns that a layer's store speaks of, int [B, H, n], as columns of what the caller knows; -1 for filler."""
+        """Return a layer's columns, int [B, H, n], as columns of the caller's conversation; -1 for filler."""
         read = self.token_index.shape[1]
         columns = self.layers.get(layer, self.token_index[:, None].expand(-1, index.shape[1], -1)).to(index.device)
         given = columns.gather(2, index.long().clamp(0, read - 1))
@@ -65,7 +64,7 @@ class ShortPrompt:
         )
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield every tensor held."""
+        """Yield every tensor."""
         yield from (self.token_index, *self.layers.values())
         yield from () if self.mask is None else (self.mask,)
         yield from () if self.protected is None else self.protected.tensors()

@@ -14,12 +14,12 @@ from kvsieve.hf.cache.states import CacheLayer
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Snapshot(Unpicklable):
-    """A conversation at one moment; see SieveCache.snapshot. Shares the buffers that the cache had then.
+    """A conversation at one moment; see SieveCache.snapshot. Shares the buffers of the cache at that time.
 
     Attributes:
-        cache: the cache it was taken of.
-        owner: whom it belonged to.
-        conversation: where it stood.
+        cache: the source.
+        owner: its model and plan.
+        conversation: its state.
         layers: copies of the cache's layers.
     """
 

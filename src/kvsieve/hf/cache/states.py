@@ -1,4 +1,4 @@
-"""Layers of the cache that carry recurrent state, alone or beside entries, and layers that hold nothing of their own.
+"""Layers of the cache with recurrent state, with or without entries, and empty layers.
 
 transformers computes the state and writes to it in place, so every copy has its own.
 """
@@ -34,7 +34,7 @@ class StateLayer(LinearAttentionLayer, AnyLayer):
         return {name: vars(self)[name] for name in STATE_FIELDS}
 
     def set_states(self, states: dict[str, Any]) -> None:
-        """Take up what `states` returned; the tensors become this layer's own."""
+        """Restore the output of `states`; the tensors become this layer's own."""
         for name in STATE_FIELDS:
             setattr(self, name, states[name])
         first = next(tensors_in(states), None)
@@ -68,14 +68,14 @@ class StateLayer(LinearAttentionLayer, AnyLayer):
 
 
 def _rows(parts: Sequence[Any]) -> Any:
-    """Row i of tensor i; what is no tensor is the same in all."""
+    """Return row i of tensor i; values other than tensors are the same in all."""
     if not isinstance(parts[0], Tensor):
         return parts[0]
     return torch.stack([part[row] for row, part in enumerate(parts)])
 
 
 class StateSieveLayer(StateLayer, SieveLayer):
-    """Recurrent state, and all entries less those that the plan drops."""
+    """Recurrent state, and all entries except those that the plan drops."""
 
     def __init__(self, number_of_states: int = 1) -> None:
         SieveLayer.__init__(self)
@@ -94,7 +94,7 @@ class StateWindowLayer(StateLayer, WindowLayer):
 
 
 class EmptyLayer(DummyLayer, AnyLayer):
-    """A layer that holds nothing: it has no attention, or reads the entries of another."""
+    """A layer without content: it has no attention, or shares the entries of another."""
 
     def __init__(self, source: int | None = None) -> None:
         super().__init__()
@@ -112,11 +112,11 @@ CacheLayer = StoreLayer | StateLayer | EmptyLayer
 
 
 def stacked_states(layers: Sequence[CacheLayer]) -> dict[str, Any]:
-    """Return states as `StateLayer.states` does, of the layers' rows one after another."""
+    """Return states as `StateLayer.states` does, with the layers' rows concatenated."""
     every = [layer.states() for layer in layers]
     return {name: {at: _stacked([states[name][at] for states in every]) for at in every[0][name]} for name in every[0]}
 
 
 def _stacked(parts: list[Any]) -> Any:
-    """Rows of a state one after another; what is no tensor is the same in all."""
+    """Concatenate the rows of a state; values other than tensors are the same in all."""
     return torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]

@@ -1,4 +1,4 @@
-"""The attention and mask functions that transformers calls while a plan is attached."""
+"""Attention and mask functions called by transformers while a plan is attached."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NAME = "kvsieve"
 
 # Arguments of an attention function that do not change a causal layer's result in inference.
 _HARMLESS = frozenset({"dropout", "position_ids", "logits_to_keep"})
-# Arguments that AttentionQueries are made of.
+# Arguments of AttentionQueries.
 _TAKEN = frozenset({"softcap", "s_aux"})
 
 
@@ -124,7 +124,7 @@ def _attend(
 
 
 def _one_dtype(asked: AttentionQueries, key: Tensor, value: Tensor) -> tuple[AttentionQueries, Tensor, Tensor]:
-    """Give queries, keys and values the dtype of autocast where theirs differ, as torch's own attention does."""
+    """Cast queries, keys and values to autocast's dtype if theirs differ, as torch's own attention does."""
     kind = key.device.type
     if asked.query.dtype == key.dtype == value.dtype or not torch.is_autocast_enabled(kind):
         return asked, key, value
@@ -133,7 +133,7 @@ def _one_dtype(asked: AttentionQueries, key: Tensor, value: Tensor) -> tuple[Att
 
 
 def _check_dtype(store: LayerMemory, key: Tensor) -> None:
-    """Raise CacheStateError where a store holds keys of another dtype than new ones have."""
+    """Raise CacheStateError if new keys have another dtype than stored ones."""
     if not store.is_empty and store.dtype != key.dtype:
         raise CacheStateError(
             f"the cache holds keys in {store.dtype}, and this pass makes them in {key.dtype}: go on with "
@@ -142,7 +142,7 @@ def _check_dtype(store: LayerMemory, key: Tensor) -> None:
 
 
 def _layer_of(cache: SieveCache, module: torch.nn.Module, key: Tensor) -> tuple[int, CacheLayer]:
-    """Return the layer that attends, found by its stored keys; a layer without any is found by its module's index."""
+    """Return the attending layer, found by its staged keys, or by its module's index if it has none."""
     layer: Any = cache.layers[cache.updated]
     if isinstance(layer, StoreLayer) and layer.staged is not None:
         return cache.updated, layer
@@ -151,7 +151,7 @@ def _layer_of(cache: SieveCache, module: torch.nn.Module, key: Tensor) -> tuple[
 
 
 def _heads_together(asked: AttentionQueries, repeats: int) -> AttentionQueries:
-    """Order query heads so that those of a KV head stand together, where the model repeats all KV heads in turn."""
+    """Reorder query heads so that those of a KV head are adjacent, if the model repeats all KV heads in turn."""
     if repeats == 1:
         return asked
     if asked.sinks is not None:
@@ -161,7 +161,7 @@ def _heads_together(asked: AttentionQueries, repeats: int) -> AttentionQueries:
 
 
 def _check_sinks(who: str, query: Tensor, sinks: Tensor | None) -> None:
-    """Raise UnsupportedModelError unless there is one sink for each query head, or none at all."""
+    """Raise UnsupportedModelError unless there are no sinks, or one for each query head."""
     if sinks is not None and sinks.shape != query.shape[1:2]:
         raise UnsupportedModelError(
             f"{who} attends with s_aux= of shape {tuple(sinks.shape)}; kvsieve supports one sink for each of its "
@@ -170,9 +170,9 @@ def _check_sinks(who: str, query: Tensor, sinks: Tensor | None) -> None:
 
 
 def mask_function(*, mask_function: Any = causal_mask_function, **kwargs: Any) -> Tensor | None:
-    """Causal layers, those with a window or chunks too, need no mask: the session knows padding and positions.
+    """Return None for causal, window and chunk layers: the session knows padding and positions.
 
-    Any other mask is made, and refused where a layer is given it.
+    Any other mask is built, and refused in the layer that gets it.
     """
     if is_plain_mask(mask_function):
         return None
@@ -181,9 +181,9 @@ def mask_function(*, mask_function: Any = causal_mask_function, **kwargs: Any) -
 
 
 def register() -> None:
-    """Make the implementation known to transformers. Without the mask half, padding would be dropped silently.
+    """Register the implementation with transformers. Without the mask half, padding would be dropped silently.
 
-    One that is known stays: whoever measures it has put a clock around it.
+    An existing registration stays: a profiler may have wrapped it.
     """
     if NAME not in AttentionInterface():
         AttentionInterface.register(NAME, attention_function)

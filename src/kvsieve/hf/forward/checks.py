@@ -1,4 +1,4 @@
-"""Checks of a pass before it runs: that it fits its cache, needs no driver, and holds what the plan looks back on."""
+"""Checks of a pass before it runs: fit to the cache, need of a driver, size of the observation window."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvsieve.hf.forward.request import PassRequest
 from kvsieve.planning.plans import Plan
 from kvsieve.types import Step
 
-# A plain call with fewer tokens than these, or than a plan looks back on, may not be meant as a prompt.
+# A plain call with fewer tokens than these, or than the observation window, may not be meant as a prompt.
 _FEW = 8
 
 
 def warn_of_few(plan: Plan, cache: SieveCache, new: int) -> None:
-    """Warn, at the second turn of a cache that a plain call begins with few tokens, that each is taken for a prompt."""
+    """Warn, at the second turn that a plain call begins with few tokens, that each such call counts as a prompt."""
     acts = plan.evict is not None or plan.propagate is not None or plan.read is not None
     if not acts or new >= max(plan.queries(new), _FEW):
         return
@@ -48,7 +48,7 @@ def check_fits(plan: Plan, cache: SieveCache, fed: Tensor) -> None:
 
 
 def check_ends_known(cache: SieveCache) -> None:
-    """Raise CacheStateError where it is unknown which columns of an answer are padding behind a row's end."""
+    """Raise CacheStateError if the padding after a row's end in an answer is unknown."""
     ends = cache.conversation.ends
     if ends is not None and ends.unknown:
         raise CacheStateError(
@@ -59,7 +59,7 @@ def check_ends_known(cache: SieveCache) -> None:
 
 
 def _check_ends(plan: Plan, cache: SieveCache) -> None:
-    """Raise CacheStateError where the padding behind rows that ended before others cannot be taken back."""
+    """Raise CacheStateError if the padding of rows that ended early cannot be removed."""
     check_ends_known(cache)
     ends = cache.conversation.ends
     if ends is None or not ends.fed:
@@ -80,7 +80,7 @@ def _check_ends(plan: Plan, cache: SieveCache) -> None:
 
 
 def check_needs_no_driver(plan: Plan, turn: Turn) -> None:
-    """Raise UnsupportedOptionError where a prompt that no driver reads needs more than a pass of the model."""
+    """Raise UnsupportedOptionError if a plain call's prompt needs more than one pass of the model."""
     does = "feeds tokens of its own before a prompt is complete" if plan.probes else None
     if plan.drafts and turn.acts:
         does = "has another model read a prompt first"
@@ -92,14 +92,14 @@ def check_needs_no_driver(plan: Plan, turn: Turn) -> None:
 
 
 def check_step(plan: Plan, cache: SieveCache, step: Step, counts: tuple[int, ...]) -> None:
-    """Raise InputError where a plan cannot do in a pass what it does for each row alone.
+    """Raise InputError if a plan cannot do in a pass what it does for each row alone.
 
-    A pass that ends a prompt holds as many of its tokens as the plan looks back on: drivers leave these for the last
-    chunk, whoever calls `Sieve.begin` may not. Where an evictor counts an answer's tokens, the mask hides none.
+    A pass that ends a prompt contains the plan's observation window: drivers ensure this, callers of `Sieve.begin` may
+    not. If an evictor counts an answer's tokens, the mask must hide none.
 
     Args:
-        plan: what acts on the pass.
-        cache: which it continues.
+        plan: acts on the pass.
+        cache: of the pass.
         step: facts of the pass.
         counts: true tokens of the pass, per row.
     """
@@ -110,7 +110,7 @@ def check_step(plan: Plan, cache: SieveCache, step: Step, counts: tuple[int, ...
 
 
 def check_tentative(cache: SieveCache, request: PassRequest, step: Step, counts: tuple[int, ...]) -> None:
-    """Raise CacheStateError or InputError for a pass of which nothing could be taken back."""
+    """Raise CacheStateError or InputError for a pass that could not be undone."""
     if cache.turn.reading:
         raise CacheStateError("a tentative pass is over tokens of an answer, and this turn's prompt is not complete")
     if request.on_layer is not None:
@@ -142,7 +142,7 @@ def _check_looks_back(plan: Plan, cache: SieveCache, step: Step, counts: tuple[i
 
 
 def _keeps_all(plan: Plan, cache: SieveCache, step: Step) -> bool:
-    """Tell that a plan drops nothing of a conversation that fits its budget."""
+    """Return True if a plan drops nothing of a conversation within its budget."""
     if plan.propagate is not None:
         return False
     evictor = plan.evict

@@ -1,7 +1,7 @@
-"""Padding of a pass put in front of its tokens, row by row: methods are shown it nowhere else.
+"""Reordering of a pass's columns so that padding precedes the tokens of each row: methods see no other padding.
 
-A mask may hide tokens between others. Attention minds that, but the last queries of a pass, blocks of a prompt and
-chunks count slots. So a pass is run in another order of its columns, which store and session know by their numbers.
+A mask may hide tokens between others. Attention handles that, but the last queries of a pass, blocks of a prompt and
+chunks count slots. So a pass runs with its columns reordered; store and session know them by number.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Arguments of a decoder that have columns, and the dimension of these; position ids have them last.
+# Arguments of a decoder with columns, and their dimension; position ids have them last.
 _COLUMNS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "token_type_ids": 1}
 
 
 def holes(mask: Tensor) -> Tensor:
-    """bool [B, L - 1]: where padding stands behind a token of a mask, bool [B, L]."""
+    """Return bool [B, L - 1]: True for padding after a token of a mask, bool [B, L]."""
     return mask[:, :-1] & ~mask[:, 1:]
 
 
 def has_holes(mask: Tensor) -> bool:
-    """Tell whether padding stands behind a token in some row of a mask, bool [B, L]. The host waits for it."""
+    """Return True if padding follows a token in some row of a mask, bool [B, L]. Synchronizes with the device."""
     return bool(holes(mask).any())
 
 
 def compact_order(mask: Tensor) -> Tensor:
-    """Return the order of columns, int64 [B, L], that has each row's padding first and its tokens as they come."""
+    """Return the order of columns, int64 [B, L], with each row's padding first and its tokens in order."""
     return mask.to(torch.uint8).argsort(dim=-1, stable=True)
 
 
 def columns_of(
     mask: Tensor | None, start: int, sizes: Sequence[int], device: Any, *, holed: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the columns of passes in their order, int64 [1 or B, L], and which are tokens.
+    """Return the columns of passes in their order, int64 [1 or B, L], and the mask of tokens.
 
     Args:
-        mask: bool [B, columns] of the conversation; None where nothing is padding.
+        mask: bool [B, columns] of the conversation; None without padding.
         start: columns before the first pass.
         sizes: columns of each pass.
         device: of the result.
-        holed: False where no row has padding behind a token of its pass, and all columns stay where they are.
+        holed: False if no row has padding after a token of its pass, and no column moves.
     """
     end = start + sum(sizes)
     if mask is None or not holed:
@@ -56,13 +56,13 @@ def columns_of(
 
 
 def reordered(call: dict[str, Any], order: Tensor | None, start: int, names: Sequence[str]) -> dict[str, Any]:
-    """Return a decoder's arguments with the columns of the pass in another order.
+    """Return a decoder's arguments with the columns of the pass reordered.
 
     Args:
         call: the arguments, by name.
-        order: int64 [B, L], the columns, counted within the pass; None to leave them.
+        order: int64 [B, L], the columns, counted within the pass; None for no change.
         start: columns before the pass.
-        names: what the decoder takes.
+        names: parameters of the decoder.
     """
     if order is None:
         return call
@@ -80,7 +80,7 @@ def reordered(call: dict[str, Any], order: Tensor | None, start: int, names: Seq
 
 
 def restored(hidden: Tensor, order: Tensor) -> Tensor:
-    """Bring hidden states [B, L, C] of a pass back in the order that its caller fed."""
+    """Return hidden states [B, L, C] of a pass in the caller's order."""
     return _moved(hidden, order.argsort(-1), 1)
 
 

@@ -1,4 +1,4 @@
-"""Tokens chosen before the first layer, by the scores that a draft model gave them."""
+"""Choice of tokens before the first layer, by a draft model's scores."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvsieve.types import LayerContext, Selection, Step
 def choose_drafted(
     plan: Plan, cache: SieveCache, model: ModelContext, step: Step, tokens: Tokens, shared: dict[str, Any]
 ) -> Selection | None:
-    """Let the propagator choose among the turn's tokens [B, N]; None where all go on.
+    """Let the propagator choose among the turn's tokens [B, N]; None if all continue.
 
     Args:
-        plan: what acts.
-        cache: whose turn has the scores.
+        plan: acts on the pass.
+        cache: of the turn with the scores.
         model: facts about the attached model.
         step: facts of the pass.
         tokens: all of the turn.
-        shared: scratch of the pass.
+        shared: ``ctx.shared`` of the pass.
     """
     propagator = plan.propagate
     scores = cache.turn.drafted
@@ -31,7 +31,7 @@ def choose_drafted(
     if propagator is None or scores is None:
         return None
     device = tokens.token_index.device
-    # As the turn's tokens run, which may not be the order of their columns.
+    # In the order of the pass, which may differ from that of the columns.
     place = (tokens.token_index - step.turn_start).long().expand(len(scores), -1)
     shared["drafted"] = scores.to(device).gather(1, place)
     index = tokens.columns().expand(len(scores), -1)[:, None]

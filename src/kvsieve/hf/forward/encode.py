@@ -1,4 +1,4 @@
-"""When a layer's entries are encoded: after its attention, or once all layers have acted."""
+"""Time of encoding a layer's entries: after its attention, or after all layers have acted."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from kvsieve.types import Step
 
 
 def _chooses_late(plan: Plan) -> bool:
-    """True where slots of a layer are chosen after it has attended: until then they must stay what they were."""
+    """True if slots of a layer are chosen after its attention: until then they must not change."""
     return plan.evict is not None and (plan.evict.traits.recuts or isinstance(plan.evict, ProbingEvictor))
 
 
 def decode_before(plan: Plan, layer: SieveLayer) -> None:
-    """Decode entries that an evictor will reduce more than once in this pass, after which they are encoded again.
+    """Decode entries that an evictor will reduce several times in this pass; they are encoded again after it.
 
-    They are few, since it has reduced them before.
+    They are few, because the evictor has reduced them before.
     """
     if layer.store.is_encoded and plan.rest is None and _chooses_late(plan):
         layer.store = layer.store.padded()
 
 
 def encode_after(plan: Plan, cache: SieveCache, index: int, step: Step, *, reduced: bool) -> None:
-    """Encode what has left the newest entries.
+    """Encode entries that are no longer among the newest.
 
     Args:
         plan: with a codec.
         cache: of the layer.
-        index: of the layer, which has attended.
-        step: the pass. Until they act on a prompt, evictors see exact entries.
+        index: of the layer, after its attention.
+        step: the pass. Evictors see exact entries until they act on a prompt.
         reduced: the plan acts in it.
     """
     assert plan.codec is not None

@@ -1,4 +1,4 @@
-"""Eviction: an evictor's choice becomes what is stored, and what the caller wants kept is checked to have stayed."""
+"""Eviction: applies an evictor's choice, and checks that protected tokens stay."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from kvsieve.types import LayerContext, Selection, Step
 
 
 def evict(plan: Plan, ctx: LayerContext, cache: SieveCache, due: tuple[bool, ...] = ()) -> None:
-    """Let a plan's evictor reduce what one layer stores, or several layers, and record what it did to the prompt.
+    """Let a plan's evictor reduce one or several layers, and record the effect on the prompt.
 
-    due: of each row, whether it acts on it now; others keep all they have. Empty: on all.
+    due: per row, True if it acts now; others keep everything. Empty: all rows.
     """
     evictor = plan.evict
     assert evictor is not None
@@ -63,12 +63,12 @@ def evict(plan: Plan, ctx: LayerContext, cache: SieveCache, due: tuple[bool, ...
         else:
             room = turn.room(step.start + step.num_new, max(counts))
             if not prompt:
-                # As many as are dropped come again before it acts next: the same buffers then serve on.
+                # Equally many tokens follow before it acts next: the buffers are kept.
                 room = max(room, min(layer.store.size - selection.indices.shape[-1], turn.new_tokens))
             if plan.rest is not None:
                 layer.store = set_aside(layer.store, selection, plan.rest, plan.codec, room, _asked(ctx, index))
             else:
-                # What a prompt leaves should take no more than its budget.
+                # Entries of a prompt should take no more memory than the budget.
                 layer.store = keep(layer.store, selection, room, reuse=not step.ends_prompt)
         record.evicted.add(index)
         if prompt:
@@ -76,7 +76,7 @@ def evict(plan: Plan, ctx: LayerContext, cache: SieveCache, due: tuple[bool, ...
 
 
 def _in_rows(selection: Selection, ctx: LayerContext, due: tuple[bool, ...]) -> Selection:
-    """Return a selection in rows that are due; the others keep all real entries."""
+    """Return the selection in due rows; the others keep all real entries."""
     real = selection.real()
     indices = selection.indices
     shape = ctx.keys.shape
@@ -93,7 +93,7 @@ def _in_rows(selection: Selection, ctx: LayerContext, due: tuple[bool, ...]) -> 
 
 
 def closed_up(store: LayerMemory, room: int) -> LayerMemory:
-    """Leave out what is padding or filler, so that each row's last entries are those of its last tokens."""
+    """Remove padding and filler, so that each row's last entries are those of its last tokens."""
     valid = store.valid
     if valid is None:
         return store
@@ -101,17 +101,14 @@ def closed_up(store: LayerMemory, room: int) -> LayerMemory:
 
 
 def _asked(ctx: LayerContext, index: int) -> Tensor | None:
-    """Of a prompt's last queries, as `second_moments` has them; None for a layer that is not the context's.
-
-    Keys that are set aside are encoded for them.
-    """
+    """Return `second_moments` of a prompt's last queries, to encode evicted keys; None for other layers."""
     return second_moments(ctx.query[:, :, -ASKED:], ctx.keys.shape[1], ctx.valid) if index == ctx.layer_idx else None
 
 
 def drops_nothing(plan: Plan, step: Step, where: tuple[int, int], layer: SieveLayer) -> bool:
-    """Tell that an evictor that is asked at every token or so says that it would drop nothing of a layer now.
+    """Return True if a frequently called evictor reports that it would drop nothing of a layer now.
 
-    where: the layer's index, and how many there are.
+    where: the layer's index, and the number of layers.
     """
     evictor = plan.evict
     # Where heads keep different numbers, other processes may have to act.
@@ -121,7 +118,7 @@ def drops_nothing(plan: Plan, step: Step, where: tuple[int, int], layer: SieveLa
 
 
 def check_protected(part: Role, ctx: LayerContext, selection: Selection, offered: int | None = None) -> None:
-    """Raise PlanError when `part` drops what the caller wants kept; offered: of the last so many stored entries."""
+    """Raise PlanError if `part` drops protected tokens; offered: candidates are the last so many stored entries."""
     if ctx.protected is None and ctx.quotas is None:
         return
     indices = selection.indices
@@ -133,7 +130,7 @@ def check_protected(part: Role, ctx: LayerContext, selection: Selection, offered
     protected = ctx.protected
     quotas = ctx.quotas
     if offered is not None:
-        # Tokens that travel are chosen for all heads alike.
+        # Propagated tokens are the same for all heads.
         protected = None if protected is None else protected[:, :1, -offered:]
         quotas = None if quotas is None else dataclasses.replace(quotas, segment=quotas.segment[:, :1, -offered:])
     reason = lost(protected, quotas, indices, real)

@@ -1,4 +1,4 @@
-"""Queries of a layer with latent attention, of which only latents are stored."""
+"""Queries of a layer with latent attention, with only latents stored."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ def ask_latents(
     *,
     prompt: bool,
 ) -> tuple[LatentQueries, Tensor, Tensor]:
-    """Take what a layer's cache has staged, and find how the layer expands it.
+    """Take the layer's staged entries, and return queries that know how the layer expands them.
 
     Args:
         asked: the queries.
         layer: the layer in the cache.
         module: its attention module.
-        key: [B, Hq, L, D], what the module has made of what is staged.
-        value: [B, Hq, L, Dv], as well.
+        key: [B, Hq, L, D], the staged entries expanded by the module.
+        value: [B, Hq, L, Dv], likewise.
         who: the layer, for errors.
         prompt: the pass is over tokens of a prompt.
 
     Returns:
-        The queries, and what is to be stored: entries [B, 1, L, R + Dr] and their latents [B, 1, L, R].
+        The queries, and the entries to store: [B, 1, L, R + Dr] and their latents [B, 1, L, R].
     """
     entries, latents = layer.take_entries(who)
     if layer.up is None or (prompt and key.shape[2] > 1):
-        # Anew with every prompt: weights may have changed since, as adapters do it.
+        # Again with every prompt: weights may have changed, for example by adapters.
         rotated = entries[..., latents.shape[-1] :]
         layer.up = up_projection(module, latents, rotated, key, value, who)
     given = LatentQueries(**vars(asked), up=layer.up, keys=key, values=value)

@@ -1,4 +1,4 @@
-"""Several tokens of an answer, each in a pass of its own, where they cannot go through the layers together."""
+"""Several tokens of an answer in a pass each, if they cannot pass the layers together."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from kvsieve.hf.forward.request import PassResult
 from kvsieve.hf.forward.tentative import Transaction
 from kvsieve.planning.plans import Plan
 
-# Runs a pass over ids [B, 1] with a mask of all columns, and computes logits of so many of its columns.
+# Runs a pass over ids [B, 1] with a mask of all columns, and returns logits of so many of its columns.
 FeedOne = Callable[[Tensor, Tensor | None, int], PassResult]
 
 
 def goes_one_by_one(cache: SieveCache, plan: Plan) -> bool:
-    """Tell whether tokens of an answer cannot go through the layers together.
+    """Return True if tokens of an answer cannot pass the layers together.
 
-    So where layers have a recurrent state, and where an evictor drops entries of a layer once later ones have attended.
+    This is the case for layers with a recurrent state, and for evictors that drop entries of a layer after later ones
+    have attended.
     """
     evictor = plan.evict
     return cache.has_state or (evictor is not None and evictor.traits.recuts and evictor.when.steps is not None)
@@ -54,7 +55,7 @@ def feed_one_by_one(
 
 
 class StepsTransaction(Transaction):
-    """Passes over one token each, between which the cache was noted down."""
+    """Passes over one token each, with a snapshot of the cache between them."""
 
     def __init__(self, cache: SieveCache, snapshots: Sequence[Snapshot]) -> None:
         super().__init__(cache, len(snapshots))

@@ -1,4 +1,4 @@
-"""Passes within the model's own generate, called plainly on an attached model."""
+"""Passes within the model's own generate on an attached model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NOTED: ContextVar[list[SieveCache] | None] = ContextVar("kvsieve_caches", defau
 
 @contextlib.contextmanager
 def noting_caches() -> Iterator[list[SieveCache]]:
-    """Note the cache that passes of generate run on in here; the last one only."""
+    """Record the cache of generate's passes in this block; the last one only."""
     caches: list[SieveCache] = []
     token = _NOTED.set(caches)
     try:
@@ -23,12 +23,12 @@ def noting_caches() -> Iterator[list[SieveCache]]:
 
 
 def in_generate() -> bool:
-    """Tell whether passes run within the model's own generate."""
+    """Return True within the model's own generate."""
     return _NOTED.get() is not None
 
 
 def note_cache(cache: SieveCache) -> None:
-    """Tell `noting_caches` what a pass runs on."""
+    """Record a pass's cache for `noting_caches`."""
     noted = _NOTED.get()
     if noted is not None:
         noted[:] = [cache]

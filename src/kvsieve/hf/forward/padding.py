@@ -1,4 +1,4 @@
-"""The attention mask of a pass, checked against what is known of the conversation."""
+"""The attention mask of a pass, checked against the conversation."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvsieve.hf.inputs import check_mask, refuse_strange, strange
 def checked_mask(
     mask: Any, cache: SieveCache, batch: int, new: int, device: torch.device
 ) -> tuple[Tensor | None, tuple[tuple[int, ...], ...]]:
-    """Return the attention mask of all columns, bool [B, start + new], or None when nothing is padding.
+    """Return the attention mask of all columns, bool [B, start + new], or None without padding.
 
-    And per row, how many of all columns, of this turn's and of the new ones are true tokens, whether the last is, and
-    how often padding stands behind a token in the new ones.
+    Also return, per row: true tokens of all columns, of this turn's and of the new ones, if the last is one, and the
+    number of new padding columns after a token.
     """
     known = cache.conversation.mask
     start = cache.num_seen
@@ -43,7 +43,7 @@ def checked_mask(
     mistaken = _mistaken(mask, cache)
     own = mask[:, cache.turn.start :], mask[:, start:], mask[:, -1:], holes(mask[:, start:])
     parts = (mask, *own, differs, mistaken, strange(given))
-    # One copy from the device for all that the host must know.
+    # One copy from the device for all facts that the host needs.
     *rows, different, wrong, odd = (tuple(part) for part in torch.stack([part.sum(-1) for part in parts]).tolist())
     if any(odd):
         refuse_strange(given)
@@ -70,13 +70,13 @@ def checked_mask(
 
 
 def _mistaken(mask: Tensor, cache: SieveCache) -> Tensor:
-    """Return where a mask [B, columns] takes padding behind a row's end for a token, or the reverse; [B, n]."""
+    """Return bool [B, n]: True where a mask [B, columns] confuses padding after a row's end with a token."""
     ends = cache.conversation.ends
     short = cache.conversation.short_prompt
     if ends is None:
         return mask[:, :0]
     before = 0 if short is None else short.length
     if short is not None:
-        # What was read again has no padding in it; later columns are counted behind it.
+        # Short prompts have no padding; later columns are counted after them.
         mask = torch.cat([mask.new_zeros(len(mask), before), mask[:, short.token_index.shape[1] :]], 1)
     return (mask != ends.corrected(mask))[:, before:]

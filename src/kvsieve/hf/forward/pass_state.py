@@ -1,4 +1,4 @@
-"""The state of a forward pass under a plan: its facts, and what goes from layer to layer."""
+"""The state of a forward pass under a plan: its facts, and data passed from layer to layer."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ class PassState:
     """State of the forward pass in progress.
 
     Attributes:
-        plan: what acts on it.
-        source: first layer after which hidden states may be dropped, None where none are.
-        request: what the driver said of the pass.
+        plan: acts on it.
+        source: first layer after which hidden states may be dropped, or None.
+        request: the driver's request.
         outer: the pass within which this one was begun.
-        prepared: True until the decoder is entered, for a pass that a driver has begun.
+        prepared: True until the decoder is entered, for a pass begun by a driver.
         stopped: the pass was ended early on purpose.
-        chosen: what a propagator of two passes has chosen.
+        chosen: the choice of a propagator of two passes.
         arguments: per-token arguments of decoder layers.
-        lent: of layers whose entries others read, the layer as it was when it attended, and this pass's keys.
+        lent: for layers with entries read by others, the layer at its attention, and this pass's keys.
         shared: ``ctx.shared``.
-        hidden: [B, L, C], what enters the layer that runs; kept for evictors that need it only.
+        hidden: [B, L, C], input of the current layer; kept only for evictors that need it.
         moved: True once other tokens travel than those of the pass.
-        order: int64 [B, L], the pass's columns as they run; None where they run in order.
-        checks: values that the plan computed, not looked at yet; see `core.checks`.
-        selection: tokens that a propagator lets go on from the layer that runs; None for all.
-        ahead: tokens of the answer that the same call of the model runs before this pass; see transaction.py.
-        reads: counts what the pass reads; the turn's, unless the pass may be taken back.
+        order: int64 [B, L], execution order of the pass's columns; None if unchanged.
+        checks: values computed by the plan, not checked yet; see `core.checks`.
+        selection: tokens that a propagator lets pass from the current layer; None for all.
+        ahead: tokens of the answer that the same call of the model processes before this pass; see transaction.py.
+        reads: counts of the pass's reads; the turn's, unless the pass may be undone.
     """
 
     plan: Plan
@@ -63,17 +63,17 @@ class PassState:
     def __post_init__(self) -> None:
         self.arguments = Arguments(self.step.num_new)
         self.reads = self.cache.turn.record.reads
-        # Asked in every layer.
+        # Read in every layer.
         self.when = When() if self.plan.evict is None else self.plan.evict.when
 
     @property
     def end(self) -> int:
-        """Columns fed once the pass is over."""
+        """Columns fed after the pass."""
         return self.step.start + self.step.num_new
 
     @property
     def reads_as_answer(self) -> bool:
-        """True where this pass's tokens read as those of an answer do."""
+        """True if this pass's tokens attend as those of an answer."""
         if self.step.phase == "decode":
             return True
         reader = self.plan.read
@@ -81,20 +81,20 @@ class PassState:
 
     @property
     def acts_in_between(self) -> bool:
-        """True where the evictor acts in this pass, which does not end a prompt."""
+        """True if the evictor acts in this pass, which does not end a prompt."""
         if self.step.phase == "prefill":
             return self.when.chunks and not self.step.ends_prompt
         return self.when.steps is not None and any(self.due)
 
     @property
     def due(self) -> tuple[bool, ...]:
-        """Of each row, whether an evictor that acts while decoding acts in this pass; one for all while they agree."""
+        """Per row, True if an evictor that acts while decoding acts in this pass; a single value while rows agree."""
         step = self.step
         steps = self.when.steps
         if step.phase == "prefill" or steps is None:
             return ()
         if step.mask is None:
             return ((self.cache.turn.decoded + self.ahead + step.num_new) % steps == 0,)
-        # Rows of which tokens were taken back have decoded fewer.
+        # Rows with removed tokens have decoded fewer.
         pairs = zip(step.lengths, self.cache.conversation.prompt_lengths, strict=True)
         return tuple((length - prompt) % steps == 0 for length, prompt in pairs)

@@ -1,4 +1,4 @@
-"""Beginning and ending passes: the facts of each are worked out, and scoped to the context that runs it."""
+"""Begin and end of passes: their facts, and their scope in the current context."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def activate(session: Session) -> Iterator[None]:
 
 @contextlib.contextmanager
 def closing() -> Iterator[None]:
-    """Leave no session open that was begun in here: torch calls no hook when a pass is left by an interrupt."""
+    """Close all sessions begun in this block: torch calls no hook if an interrupt ends a pass."""
     before = _ACTIVE.get()
     try:
         yield
@@ -64,14 +64,14 @@ def closing() -> Iterator[None]:
 def open_session(
     model: ModelContext, plan: Plan, cache: SieveCache, call: Mapping[str, Any], request: PassRequest = PLAIN
 ) -> Session:
-    """Work out the facts of the pass that is about to run, and make them current.
+    """Compute the facts of the pass that is about to run, and make it current.
 
     Args:
         model: facts about the attached model.
         plan: the attached plan.
-        cache: what the pass continues.
+        cache: of the pass.
         call: the decoder's arguments: input_ids or inputs_embeds, and attention_mask.
-        request: what a driver says of the pass.
+        request: of a driver.
 
     Raises:
         InputError: an empty input, or one that does not fit the cache.
@@ -121,7 +121,7 @@ def open_session(
 def _facts_of(
     cache: SieveCache, call: Mapping[str, Any], fed: Tensor, request: PassRequest, *, prefill: bool
 ) -> tuple[Step, Tokens, Tensor | None]:
-    """Return the facts of a pass over `fed`, its tokens, and their order where they do not run in that of columns."""
+    """Return the facts of a pass over `fed`, its tokens, and their order if it differs from that of the columns."""
     batch, new = fed.shape[:2]
     turn = cache.turn
     start = cache.num_seen
@@ -158,11 +158,11 @@ def _facts_of(
 
 
 def open_rows(model: ModelContext, caches: Sequence[SieveCache], ids: Tensor) -> RowsSession:
-    """Begin a pass over the next token of several caches, each under the plan it belongs to; see `open_session`.
+    """Begin a pass over the next token of several caches, each under its plan; see `open_session`.
 
     Args:
         model: facts about the attached model.
-        caches: of one row each, whose prompts are complete.
+        caches: of one row each, with complete prompts.
         ids: int64 [B, 1], the next token of each.
     """
     outer = _ACTIVE.get()
@@ -184,11 +184,11 @@ def open_rows(model: ModelContext, caches: Sequence[SieveCache], ids: Tensor) ->
 
 
 def close_session(session: Session, *, finished: bool) -> None:
-    """Commit the current pass if it ran through (or was stopped on purpose), and leave its scope in any case."""
+    """Commit the current pass if it completed (or was stopped on purpose), and leave its scope in any case."""
     if _ACTIVE.get() is not session:
         return
     rows = session.rows if isinstance(session, RowsSession) else [session]
-    # Until all is committed: an interrupt may come anywhere in here.
+    # Until everything is committed: an interrupt may come at any point.
     for row in rows:
         row.cache.status = "broken"
     _ACTIVE.set(session.outer)
@@ -199,7 +199,7 @@ def close_session(session: Session, *, finished: bool) -> None:
 
 
 def _commit(session: Session, *, finished: bool) -> None:
-    """Commit a pass if it ran through, or was stopped on purpose."""
+    """Commit a pass if it completed, or was stopped on purpose."""
     cache = session.cache
     turn = session.cache.turn
     step = session.step
@@ -231,7 +231,7 @@ def _commit(session: Session, *, finished: bool) -> None:
 
 
 def _check_states(cache: SieveCache) -> None:
-    """Raise UnsupportedModelError where a pass left a recurrent layer without state: it is where nothing copies it."""
+    """Raise UnsupportedModelError if a pass left a recurrent layer without state, which then is kept elsewhere."""
     for index, layer in enumerate(cache.all_layers):
         if layer.has_state and next(layer.state_tensors(), None) is None:
             raise UnsupportedModelError(
@@ -241,7 +241,7 @@ def _check_states(cache: SieveCache) -> None:
 
 
 def cancel_session(session: Session) -> None:
-    """Leave the scope of a pass that never came to the decoder; its cache is as it was."""
+    """Leave the scope of a pass that never reached the decoder; its cache is unchanged."""
     if _ACTIVE.get() is session:
         _ACTIVE.set(session.outer)
     for one in session.rows if isinstance(session, RowsSession) else [session]:

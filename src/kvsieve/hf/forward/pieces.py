@@ -1,4 +1,4 @@
-"""Passes over several chunks of a prompt at once, whose results are those of one pass over each, bit for bit."""
+"""Passes over several chunks of a prompt, with results equal, bit for bit, to one pass per chunk."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvsieve.hf.forward.session import Session
 from kvsieve.planning.plans import Plan
 from kvsieve.types import AttentionQueries
 
-# Chunks that a pass may take.
+# Most chunks of a pass.
 COUNTS = (1, 2, 4, 8)
 
 
 def attend_by_chunk(
     session: Session, index: int, layer: StoreLayer, asked: AttentionQueries, key: Tensor, value: Tensor
 ) -> Tensor:
-    """Let a layer store and attend to the chunks of a pass one after another, as passes over each would.
+    """Store the chunks of a pass and attend to them one after another, as passes over each would.
 
     Args:
         session: the pass.
@@ -49,9 +49,9 @@ def attend_by_chunk(
 
 
 def joins_chunks(plan: Plan, cache: SieveCache, mask: Tensor | None) -> bool:
-    """Return True where leading chunks of a prompt leave the same behind when one pass takes several.
+    """Return True if one pass over several leading chunks leaves the same state as one each.
 
-    Not so where a plan acts on or observes each chunk, where there is padding, and in layers with a state.
+    False for plans that act on or observe each chunk, with padding, and for layers with a state.
     """
     acts = plan.prefill is not None or plan.codec is not None or plan.probes
     acts = acts or (plan.evict is not None and (plan.evict.when.chunks or plan.evict.when.observes))
@@ -60,10 +60,10 @@ def joins_chunks(plan: Plan, cache: SieveCache, mask: Tensor | None) -> bool:
 
 
 def rows_are_alone(decoder: nn.Module, chunk: int) -> bool:
-    """Compute products of the model to tell that a row's bits are the same beside any number of others.
+    """Return True if a row's bits do not depend on the number of rows, as found by trial products of the model.
 
     True only if each part of `decoder` with weights is an embedding, a norm or a plain linear layer, and each of the
-    latter, one of every shape, gives for passes over several chunks of `chunk` rows what it gives for each alone.
+    latter, one per shape, gives the same results for several chunks of `chunk` rows as for each alone.
     """
     shapes: dict[Any, nn.Linear] = {}
     for module in decoder.modules():

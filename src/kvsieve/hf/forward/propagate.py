@@ -1,4 +1,4 @@
-"""Token propagation: a propagator's choice among the tokens that came to a layer."""
+"""Token propagation: a propagator's choice among the tokens that reached a layer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvsieve.types import LayerContext
 
 
 def propagate(session: PassState, index: int, layer: SieveLayer, ctx: LayerContext) -> None:
-    """Let the propagator choose among the tokens that came to a layer.
+    """Let the propagator choose among the tokens that reached a layer.
 
     Raises:
-        StopForward: one of two passes has chosen; nothing that the pass stored is needed any more.
+        StopForward: the first of two passes has chosen; its entries are not needed any more.
     """
     propagator = session.plan.propagate
     source = session.source
@@ -35,5 +35,5 @@ def propagate(session: PassState, index: int, layer: SieveLayer, ctx: LayerConte
         session.chosen = selection
         session.stopped = True
         raise StopForward
-    # What a layer has attended to can go at once.
+    # Entries that a layer has attended to can be dropped at once.
     layer.reset()

@@ -1,7 +1,7 @@
-"""Queries of a turn's last tokens, by which an evictor chooses while decoding.
+"""Queries of a turn's last tokens, for eviction while decoding.
 
-Rows that brought fewer tokens than the window have padding among them. At the end of a prompt that padding is stored,
-so an evictor sees by the entries which queries are real. Later it is evicted: it is then put back for the evictor.
+Rows with fewer tokens than the window have padding among them. At the end of a prompt that padding is stored, so an
+evictor sees by the entries which queries are real. Later it is evicted: it is then restored for the evictor.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _REAL = "recent_real"
 def recent_queries(
     state: dict[str, Any], query: Tensor, counts: tuple[int, ...], window: int, *, decoding: bool
 ) -> Tensor:
-    """Return this pass's queries, while decoding with those of the tokens before, [B, Hq, L', D].
+    """Return this pass's queries, while decoding after those of earlier tokens, [B, Hq, L', D].
 
     Args:
-        state: the layer's; the last `window` queries stay in it.
+        state: the layer's; the last `window` queries are kept in it.
         query: [B, Hq, L, D], this pass's.
-        counts: real ones per row, behind the padding.
-        window: queries that the evictor looks at.
+        counts: real ones per row, after the padding.
+        window: the evictor's observation window.
         decoding: False for the end of a prompt.
     """
     before = state.get(_QUERIES)
@@ -39,7 +39,7 @@ def recent_queries(
         if _REAL in state or min(counts) < new:
             state[_REAL] = state.get(_REAL, torch.tensor(stored)).clamp(max=stored) + torch.tensor(counts)
         if min(counts) < new:
-            # What is padding goes before the queries of its row.
+            # Padding precedes the queries of its row.
             query = torch.stack([row.roll(new - count, 1) for row, count in zip(query, counts, strict=True)])
     else:
         state.pop(_REAL, None)
@@ -52,11 +52,11 @@ def recent_queries(
 
 
 def aligned(ctx: LayerContext) -> tuple[LayerContext, Tensor | None]:
-    """Put padding among the entries where the queries have some, so that the last L of N entries are the queries'.
+    """Insert padding among the entries where the queries have some, so that the last L of N entries are the queries'.
 
     Returns:
-        The context, and int64 [B, 1, N'], the slots that its entries have in the store (0 for the padding); the
-        context as it is, and None, where no query is padding, or where the padding is stored.
+        The context, and int64 [B, 1, N'], the slots of its entries in the store (0 for the padding); the unchanged
+        context and None, if no query is padding, or if the padding is stored.
     """
     if ctx.step.phase == "prefill" or _REAL not in ctx.state:
         return ctx, None
@@ -90,7 +90,7 @@ def aligned(ctx: LayerContext) -> tuple[LayerContext, Tensor | None]:
 
 
 def stored_slots(selection: Selection, slots: Tensor | None) -> Selection:
-    """Return a selection of an aligned context's entries as one of the store's; slots: as `aligned` gives them."""
+    """Return a selection of an aligned context's entries as one of the store's; slots: from `aligned`."""
     if slots is None:
         return selection
     chosen = selection.indices

@@ -1,4 +1,4 @@
-"""The request of a driver for one pass, and the result of it."""
+"""A driver's request for one pass, and the result."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class StopForward(Exception):
 
 @dataclass(frozen=True)
 class PassRequest:
-    """A driver's request for one pass, beyond what the conversation tells.
+    """A driver's request for one pass, beyond the state of the conversation.
 
     Attributes:
-        plan: runs in place of the conversation's own plan; None for that one.
-        phase: "prefill" for a part of a prompt, "decode" for tokens of an answer, given or generated; None for whatever
-            the conversation is at: a prompt of a plain call of the model begins a turn.
-        last_chunk: False for a leading chunk of a prompt, after which nothing acts but what acts on every chunk.
-        on_layer: called in each layer, after its attention and before the plan acts, with all queries of the pass. What
-            it returns stays stored there; None leaves everything.
-        on_leave: called with a layer's index and with what would wait there of this pass for a propagator that acts at
+        plan: replaces the conversation's own plan; None for that one.
+        phase: "prefill" for a part of a prompt, "decode" for tokens of an answer, given or generated; None for the
+            conversation's state: a prompt of a plain call begins a turn.
+        last_chunk: False for a leading chunk of a prompt, after which only the roles that act on every chunk act.
+        on_layer: called in each layer, after its attention and before the plan acts, with all queries of the pass. Its
+            result stays stored there; None keeps everything.
+        on_leave: called with a layer's index and this pass's data that would wait there for a propagator that acts at
             the end of the prompt; for the layers named to `attached`.
-        chunk: tokens of each of the leading chunks that the pass takes together; None for a pass over one.
-        tentative: the pass, over tokens of an answer, can be taken back, all of it or its last tokens; see Transaction.
+        chunk: tokens of each of the leading chunks that the pass covers; None for a single chunk.
+        tentative: the pass, over tokens of an answer, can be undone fully or in its last tokens; see Transaction.
     """
 
     plan: Plan | None = None
@@ -59,12 +59,12 @@ class PassResult:
     """Result of a pass.
 
     Attributes:
-        hidden: [B, K, C], the decoder's output for the tokens that came through; None for a pass that was stopped, and
-            where logits were asked for.
-        logits: [B, keep, V] of the last columns, where they were asked for.
-        chosen: tokens that a propagator of two passes chose among those offered.
+        hidden: [B, K, C], the decoder's output for the remaining tokens; None for a stopped pass, and if logits were
+            requested.
+        logits: [B, keep, V] of the last columns, if requested.
+        chosen: tokens that a propagator of two passes chose among the candidates.
         report: the propagator's report on its choice.
-        transaction: takes back tokens of a tentative pass; None for others.
+        transaction: undoes tokens of a tentative pass; None for others.
     """
 
     hidden: Tensor | None
@@ -80,10 +80,10 @@ class ModelContext:
 
     Attributes:
         num_layers: decoder layers.
-        layers: indices of those whose entries plans act on.
-        facts: for evictors that ask for them.
-        ranks: the processes that heads are divided among.
-        tables: the model's rotary tables; None where they do not depend on the length of a sequence.
+        layers: indices of those with entries that plans act on.
+        facts: for evictors that need them.
+        ranks: processes of tensor parallelism.
+        tables: the model's rotary tables; None if they do not depend on the length of a sequence.
     """
 
     num_layers: int

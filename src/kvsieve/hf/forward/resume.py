@@ -1,4 +1,4 @@
-"""Reuse the conversation's cache in a pass for which generate has dropped it."""
+"""Reuse of the conversation's cache in a pass for which generate has dropped it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _RESUME: ContextVar[Resume | None] = ContextVar("kvsieve_resume", default=None)
 
 @contextlib.contextmanager
 def resuming(resume: Resume) -> Iterator[None]:
-    """Ask `resume` for the cache of passes that come without one, by their ids [B, N] and mask.
+    """Let passes without a cache get it from `resume`, by their ids [B, N] and mask.
 
-    Some models' generate drops the cache where rotary tables change with the length, and reads everything in one pass.
+    Some models' generate drops the cache if rotary tables change with the length, and prefills everything in one pass.
     """
     token = _RESUME.set(resume)
     try:
@@ -30,7 +30,7 @@ def resuming(resume: Resume) -> Iterator[None]:
 
 
 def resumed(kwargs: dict[str, Any], outer: Mapping[str, Any]) -> SieveCache | None:
-    """Return the cache that a pass over a whole conversation goes on with, and leave the rest of it in kwargs."""
+    """Return the cache for a pass over a whole conversation, and leave the rest of it in kwargs."""
     resume = _RESUME.get()
     ids = kwargs.get("input_ids", outer.get("input_ids"))
     if resume is None or ids is None:

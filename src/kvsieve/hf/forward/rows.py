@@ -1,4 +1,4 @@
-"""One pass over the next token of several caches: linear layers take all rows together, each row attends by itself."""
+"""One pass over the next token of several caches: linear layers process all rows together, attention each row alone."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from kvsieve.hf.forward.session import Session
 
 
 def joins(cache: SieveCache) -> bool:
-    """Tell whether a cache can be a row of a pass with others: not where its decoder takes only a class of its own."""
+    """Return True if a cache can be a row of such a pass: False if its decoder requires a class of its own."""
     return type(cache) is SieveCache and not cache.conversation.multi_axis_positions
 
 
 class RowsCache(Cache):
-    """Cache that transformers sees for several caches of one row each, in a pass over the next token of all.
+    """A view of several caches of one row each for transformers, in a pass over the next token of all.
 
-    Keys and values that layers store are staged here and handed to the rows by `RowsSession.each`. Recurrent states are
-    joined for the pass, since transformers computes them, and given back after it.
+    Keys and values that layers store are staged here and passed to the rows by `RowsSession.each`. Recurrent states,
+    which transformers computes, are joined for the pass, and returned after it.
 
     Attributes:
         caches: one per row.
         updated: index of the layer that has staged keys and values last.
-        staged: these; None once they were handed on.
+        staged: the staged keys and values; None once passed on.
     """
 
     def __init__(self, caches: Sequence[SieveCache]) -> None:
@@ -49,7 +49,7 @@ class RowsCache(Cache):
         return self.staged
 
     def give_states_back(self) -> None:
-        """Let every row have the recurrent states that the pass has left."""
+        """Copy the recurrent states after the pass to their rows."""
         layers: list[Any] = self.layers
         for index, layer in enumerate(layers):
             if layer.has_state:
@@ -64,7 +64,7 @@ def _row(part: Any, row: int) -> Any:
 
 
 def _joined(layers: Sequence[CacheLayer]) -> CacheLayer:
-    """Return what transformers sees of one layer: states of all rows, and else the first row's, for its kind."""
+    """Return one layer for transformers: states of all rows, or else the first row's."""
     first = layers[0]
     if not first.has_state:
         return first
@@ -75,11 +75,11 @@ def _joined(layers: Sequence[CacheLayer]) -> CacheLayer:
 
 @dataclass
 class RowsSession(Session):
-    """State of a pass over rows of their own plans; as a session it is the first row's, which nothing acts on.
+    """State of a pass over rows with their own plans; as a session it is the first row's, without effect.
 
     Attributes:
         rows: a session for each row.
-        together: what transformers sees of their caches.
+        together: the caches as transformers sees them.
     """
 
     rows: list[Session] = field(default_factory=list)
@@ -87,7 +87,7 @@ class RowsSession(Session):
     _parts: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = field(default_factory=dict)
 
     def each(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Session, Tensor, Tensor, Tensor]]:
-        """Yield every row's session with its part of what attention was given, after its cache got what was staged."""
+        """Yield every row's session with its part of the attention's inputs, after its cache got the staged entries."""
         together = self.together
         assert together is not None
         staged = together.staged
@@ -100,7 +100,7 @@ class RowsSession(Session):
             yield row, query[number : number + 1], self._part(key, number), self._part(value, number)
 
     def _part(self, whole: Tensor, row: int) -> Tensor:
-        """Return a row of a tensor, the same object for the same tensor: layers tell what they are given by that."""
+        """Return a row of a tensor, the same object for the same tensor: layers recognize staged inputs by identity."""
         known = self._parts.get(id(whole))
         if known is None or known[0] is not whole:
             known = self._parts[id(whole)] = whole, whole.split(1)

@@ -1,4 +1,4 @@
-"""One forward pass under a plan: its facts, and what happens at each layer."""
+"""One forward pass under a plan: its facts, and its work at each layer."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from kvsieve.types import AttentionQueries, LayerContext
 
 @dataclass
 class Session(PassState):
-    """The forward pass in progress: what it does at each layer."""
+    """The forward pass in progress: its work at each layer."""
 
     def attend(self, index: int, layer: StoreLayer, asked: AttentionQueries, key: Tensor, value: Tensor) -> Tensor:
-        """Store this pass's keys and values, attend over everything stored, then let the plan reduce the layer."""
+        """Store this pass's keys and values, attend to everything stored, then let the plan reduce the layer."""
         self.check_queries(index, asked)
         if isinstance(layer, WindowLayer):
             out = attend_window(layer, asked, key, value, self.tokens, self.cache.conversation.mask)
@@ -79,12 +79,12 @@ class Session(PassState):
         return out
 
     def lend(self, index: int, layer: StoreLayer, key: Tensor, *, changes: bool) -> None:
-        """Let layers that share KV read what is stored now; changes: it drops or encodes some before the pass ends."""
+        """Give layers with shared KV the current entries; changes: some are dropped or encoded before the pass ends."""
         if index in self.cache.producers:
             self.lent[index] = (layer.fork(share=True) if changes else layer), key
 
     def check_queries(self, index: int, asked: AttentionQueries) -> None:
-        """Raise UnsupportedModelError unless a layer attends with one query for every token that travels."""
+        """Raise UnsupportedModelError unless a layer attends with one query per travelling token."""
         if asked.query.shape[2] != self.tokens.size:
             raise UnsupportedModelError(
                 f"layer {index} attends with {asked.query.shape[2]} queries where {self.tokens.size} tokens were fed: "
@@ -94,7 +94,7 @@ class Session(PassState):
     def _read(
         self, index: int, layer: SieveLayer, asked: AttentionQueries, key: Tensor, value: Tensor, room: int
     ) -> Tensor:
-        """Store and read token by token: each chooses by itself among what was stored when it came."""
+        """Append and attend one token at a time; each sees only earlier entries."""
         arguments = self.plan.read, self.cache, layer, index, self.model.num_layers, self.reads
         tokens = self.tokens
         outs = []
@@ -109,7 +109,7 @@ class Session(PassState):
         return asked.output(torch.cat(outs, 2))
 
     def _show(self, index: int, layer: SieveLayer, asked: AttentionQueries, out: Tensor) -> None:
-        """Show the layer, with all queries of the pass, to the driver and to an evictor that observes."""
+        """Pass the layer, with all queries of the pass, to the driver and to an observing evictor."""
         evictor = self.plan.evict
         on_layer = self.request.on_layer
         when = self.when
@@ -170,15 +170,15 @@ class Session(PassState):
             turn.record.kept[index] = layer.store.entries
 
     def leave(self, index: int, hidden: Tensor, given: dict[str, Any]) -> Tensor:
-        """Let hidden states [B, L, C] leave layer `index`; those that go on are [B, K, C].
+        """Let hidden states [B, L, C] leave layer `index`; those that continue are [B, K, C].
 
         Under chunked prefill the leading chunks wait at the source layer, the first that may drop tokens (StopForward
-        ends their pass), and the last chunk brings all of the turn's tokens to the layers behind it.
+        ends their pass), and the last chunk brings all of the turn's tokens to the deeper layers.
 
         Args:
             index: index of the layer.
             hidden: its output.
-            given: its arguments, hidden states left out, and what it has made beside them.
+            given: its arguments without hidden states, and its further outputs.
         """
         arguments = self.arguments
         arguments.rows = None
@@ -213,12 +213,12 @@ class Session(PassState):
         return hidden
 
     def enter(self, index: int, given: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-        """Return the arguments of a layer behind the source layer, for the tokens that travel.
+        """Return the arguments of a layer after the source layer, for the travelling tokens.
 
         Args:
             index: index of the layer.
-            given: its arguments for all tokens of the pass, hidden states left out.
-            names: parameters that it has.
+            given: its arguments for all tokens of the pass, without hidden states.
+            names: its parameters.
         """
         if not self.moved:
             return given

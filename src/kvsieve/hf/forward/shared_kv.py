@@ -1,4 +1,4 @@
-"""Attention of layers that read the entries of another layer."""
+"""Attention of layers that share the entries of another layer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvsieve.types import AttentionQueries
 
 
 def attend_shared(session: Session, index: int, source: int, asked: AttentionQueries, key: Tensor) -> Tensor:
-    """Attention of a layer over the entries of layer `source`, as they were when that one attended in this pass.
+    """Attend to the entries of layer `source`, as they were at its attention in this pass.
 
-    Of a prompt, the model may run such layers on its last tokens only.
+    The model may run such layers on a prompt's last tokens only.
 
-    key: the keys that the model gave the layer; their identity shows that the source layer stored them.
+    key: the layer's keys from the model; their identity shows that the source layer stored them.
     """
     lent, given = session.lent.get(source, (None, None))
     if lent is None or given is not key:
@@ -58,7 +58,7 @@ def _without_last(layer: SieveLayer, tokens: int) -> SieveLayer:
 
 
 def _of_answer(session: AnswerSession, index: int, source: int, lent: SieveLayer, asked: AttentionQueries) -> Tensor:
-    """Attention of several tokens of an answer: each sees the entries that there were when it came."""
+    """Attend with several tokens of an answer: each sees the entries that existed at its turn."""
     if source not in session.steps[0].lent:
         return session.read_all(index, lent.store, asked)
     outs = []

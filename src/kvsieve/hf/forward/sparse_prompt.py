@@ -1,4 +1,4 @@
-"""Attention of prompts under a plan that chooses which blocks of keys their queries attend to."""
+"""Attention of prompts under a plan with sparse prefill."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def attend_stored(
     asked: AttentionQueries,
     store: LayerMemory,
 ) -> Tensor:
-    """Attention of a pass's tokens, the last ones stored, over all that is stored, or over what a role chooses of it.
+    """Attend to everything stored, the pass's tokens included, or to a role's choice of it.
 
-    Rows with padding, and heads that keep different numbers of entries, are each taken by themselves, over their real
-    entries, so that they choose what they would choose alone.
+    Rows with padding, and heads with different numbers of entries, are processed separately, over their real entries,
+    so that their choice is the same as alone.
 
     Args:
-        role: it chooses while a prompt is read that the plan acts on; None for a plan without.
-        turn: what was computed and skipped is counted in its record.
+        role: chooses during prefill of a prompt that the plan acts on; None for a plan without.
+        turn: its record counts computed and skipped blocks.
         step: the pass.
         where: index of the layer, and layers of the model.
         asked: the queries.
-        store: of the layer, the queries' own entries included.
+        store: of the layer, including the queries' own entries.
 
     Returns:
         [B, Hq, L, Dv].
@@ -78,12 +78,12 @@ def attend_stored(
 
 
 def _densely(record: PromptBlocks, index: int, asked: AttentionQueries, store: LayerMemory) -> Tensor:
-    """Attention over all that a layer stores."""
+    """Attend to all entries of a layer."""
     request: AttentionRequest[Any, None]
     if not isinstance(asked, LatentQueries):
         request = AttentionRequest(asked, DenseEntries(store.keys, store.values, store.valid))
     elif store.size == asked.keys.shape[2]:
-        # Nothing was stored before: the model has expanded all there is.
+        # Nothing was stored before: the model has expanded all entries.
         request = AttentionRequest(asked, DenseEntries(asked.keys, asked.values, store.valid))
     else:
         request = AttentionRequest(asked, Latents(store.keys, asked.up, store.valid))
@@ -91,14 +91,14 @@ def _densely(record: PromptBlocks, index: int, asked: AttentionQueries, store: L
 
 
 def _noted(record: PromptBlocks, index: int, request: AttentionRequest[Any, Any]) -> Tensor:
-    """Attend, and note by which executor, once per layer."""
+    """Attend, and record the executor, once per layer."""
     if index not in record.executors:
         record.executors[index] = explain(request)
     return attend(request)
 
 
 def _parts(valid: Tensor, heads: int) -> Iterator[tuple[int, slice, Tensor]]:
-    """Rows of bool [B, H or 1, N], or their heads where these differ, and which of their entries are real."""
+    """Yield rows of bool [B, H or 1, N], or their heads if these differ, with their real entries."""
     for row, each in enumerate(valid):
         for head, real in enumerate(each):
             yield row, slice(0, heads) if len(each) == 1 else slice(head, head + 1), real
@@ -112,7 +112,7 @@ def _sparsely(
     values: Tensor,
     record: PromptBlocks,
 ) -> Tensor:
-    """Attention over real entries, of which blocks are skipped; over all, where they are too few."""
+    """Attend to real entries in chosen blocks, or to all if they are too few."""
     query = asked.query.detach()
     batch, query_heads, new, _ = query.shape
     heads, length = keys.shape[1:3]
@@ -138,7 +138,7 @@ def _sparsely(
 
 
 def _count(record: PromptBlocks, chosen: Tensor | None, grid: BlockGrid, query: Tensor) -> None:
-    """Count the blocks that are computed, None for all, and those there are."""
+    """Count computed blocks (None for all) and causal blocks."""
     batch, query_heads = query.shape[:2]
     causal = grid.pairs * batch * query_heads
     record.causal += causal
@@ -149,7 +149,7 @@ def _count(record: PromptBlocks, chosen: Tensor | None, grid: BlockGrid, query: 
 
 
 def _sampled_recall(asked: AttentionQueries, keys: Tensor, chosen: Tensor, grid: BlockGrid) -> Tensor:
-    """Part of the attention of one query in `_SAMPLED` that chosen blocks hold: [B, Hq, samples]."""
+    """Return the share of attention in the chosen blocks, for one query in `_SAMPLED`: [B, Hq, samples]."""
     batch, query_heads = asked.query.shape[:2]
     heads = keys.shape[1]
     at = torch.arange(min(_SAMPLED, grid.new) // 2, grid.new, _SAMPLED, device=keys.device)

@@ -1,4 +1,4 @@
-"""One new token reads what the plan's reader chooses of a layer, and what was read is counted."""
+"""Sparse attention of a new token by the plan's reader, with counts of its reads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read_token(
     reads: Reads,
     asked: AttentionQueries,
 ) -> Tensor:
-    """Attention of a token whose entry is stored already: queries [B, Hq, 1, D] -> [B, Hq, 1, Dv]. reads: counts it."""
+    """Attend with a token that is already stored: queries [B, Hq, 1, D] -> [B, Hq, 1, Dv]. reads: counts it."""
     reading = reading_of(reader, cache, layer, index, num_layers)
     store = layer.store
     request: AttentionRequest[Any, None] = AttentionRequest(
@@ -54,14 +54,14 @@ def read_token(
 
 
 def attend_noted(reads: Reads, index: int, request: AttentionRequest[Any, None]) -> Tensor:
-    """Attend, and note by which executor, once per layer."""
+    """Attend, and record the executor, once per layer."""
     if index not in reads.executors:
         reads.executors[index] = explain(request)
     return attend(request)
 
 
 def stored_entries(store: LayerMemory) -> DenseEntries | FlatEntries | EncodedEntries:
-    """All that a store holds, as new tokens attend to it."""
+    """Return all entries of a store, in the form for new tokens' attention."""
     if store.is_encoded:
         return EncodedEntries(cast(PackedStore, store))
     if store.is_ragged:
@@ -70,9 +70,9 @@ def stored_entries(store: LayerMemory) -> DenseEntries | FlatEntries | EncodedEn
 
 
 def count(reading: Reading, store: LayerMemory, reads: Reads) -> None:
-    """Count what a token has read, the entries stored now: chosen ones are as many as ever, estimates cost more.
+    """Count a token's reads of the current entries: the number of chosen ones is constant, estimates grow.
 
-    What is remembered of the KV rows has taken in all entries by now, also those stored before it was made.
+    All entries are already part of the KV rows' metadata, including those stored before it was built.
     """
     entry = store.entry_size()
     grouped = reading.grouped
@@ -95,7 +95,7 @@ def count(reading: Reading, store: LayerMemory, reads: Reads) -> None:
 def reading_of(
     reader: Reader | None, cache: SieveCache, layer: SieveLayer, index: int, num_layers: int, coming: int = 0
 ) -> Reading | None:
-    """Return how a token will read what is stored and `coming` tokens more; None where that is simply everything."""
+    """Return the reading of the stored entries and `coming` more tokens; None for dense attention."""
     known = _known(reader, cache, layer, index, num_layers)
     if known is None:
         return None
@@ -105,7 +105,7 @@ def reading_of(
         reader is None or group.setting is None or reader.reads_all(group.setting, size)
         for group, size in zip(grouped.groups, sizes, strict=True)
     )
-    # Where there is no view, KV rows are all that is stored.
+    # Without a view, KV rows are all stored entries.
     if layer.view is None and all(whole):
         return None
     if known.reading is None or known.reading.whole != whole:
@@ -114,13 +114,13 @@ def reading_of(
 
 
 def count_all(store: LayerMemory, reads: Reads, later: int = 0) -> None:
-    """Count a token that has read everything that is stored now, less what `later` tokens have stored."""
+    """Count a token with dense attention to the current entries, without those of `later` tokens."""
     slots = len(store.lengths) * (store.size - later * store.stride)
     reads.read(slots * (1 if store.is_ragged else store.heads), store.entry_size(later))
 
 
 def _known(reader: Reader | None, cache: SieveCache, layer: SieveLayer, index: int, num_layers: int) -> _Known | None:
-    """The layer's KV rows, as they were grouped when this turn's answer began; None without reader and view."""
+    """Return the layer's KV rows, grouped when this turn's answer began; None without reader and view."""
     store = layer.store
     if reader is None and layer.view is None:
         return None
@@ -142,7 +142,7 @@ def _known(reader: Reader | None, cache: SieveCache, layer: SieveLayer, index: i
 
 
 class _Known:
-    """Grouped KV rows, what they were grouped by, and how they were read last."""
+    """Grouped KV rows, their grouping key, and their last reading."""
 
     def __init__(self, key: tuple[object, ...], view: object, grouped: RowGroups) -> None:
         self.key = key

@@ -1,4 +1,4 @@
-"""The rotary tables of a pass, where they depend on the length of the sequence that the pass belongs to."""
+"""Rotary tables of a pass, for tables that depend on the length of the sequence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvsieve.hf.model.tables import RotaryTables
 
 
 def make_tables(tables: RotaryTables, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    """Replace what the rotary module gives by the tables of the whole sequence. A forward hook of the module."""
+    """Replace the rotary module's output by the tables of the whole sequence. A forward hook of the module."""
     session = passes.current()
     recorded = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if session is None or recorded:
@@ -31,14 +31,14 @@ def make_tables(tables: RotaryTables, module: nn.Module, args: Any, kwargs: dict
 
 
 def _joined(found: list[Any]) -> Any:
-    """Return the tables of tokens one after another."""
+    """Concatenate the tables of tokens."""
     if isinstance(found[0], Tensor):
         return torch.cat(found, -2)
     return tuple(torch.cat(parts, -2) for parts in zip(*found, strict=True))
 
 
 def _length(session: Session, positions: Tensor) -> int:
-    """Return the length of the sequence, of the longest row, and note that keys are made by its tables."""
+    """Return the length of the sequence, of the longest row, and record that its tables are used for keys."""
     length = int(positions.max()) + 1
     turn = session.cache.turn
     if session.step.phase == "prefill" and turn.length is not None:

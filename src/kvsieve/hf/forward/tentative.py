@@ -1,4 +1,4 @@
-"""Taking back tokens of a tentative pass."""
+"""Undo of tokens of a tentative pass."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kvsieve.hf.cache.cache import SieveCache
 
 
 class Transaction(ABC):
-    """A tentative pass, whose last tokens can be taken back until anything else happens to its cache.
+    """A tentative pass with last tokens that can be undone until the cache changes otherwise.
 
-    What nobody takes back stays. As a context manager it takes back everything that was not accepted within the block.
+    Tokens that are not undone stay. As a context manager it undoes everything that was not accepted within the block.
 
     Attributes:
         cache: of the pass.
@@ -26,17 +26,16 @@ class Transaction(ABC):
         self._accepted = False
 
     def accept(self, count: int | Sequence[int]) -> None:
-        """Leave the cache as if exactly the first tokens of each row had come, one by one; the others are taken back.
+        """Leave the cache as if exactly the first tokens of each row had come, one by one; the others are undone.
 
-        Rows that keep fewer than others have padding in the columns that these keep: `cache.conversation.mask` says
-        which.
+        Rows that keep fewer tokens than others have padding in the remaining columns; see `cache.conversation.mask`.
 
         Args:
-            count: how many, the same in all rows or one number for each.
+            count: number of tokens to keep, for all rows or one for each.
 
         Raises:
-            CacheStateError: something else has happened to the cache since, or this was called before.
-            InputError: there are not so many tokens, or rows.
+            CacheStateError: the cache has changed since, or this was called before.
+            InputError: there are fewer tokens, or rows.
         """
         cache = self.cache
         rows = self.cache.conversation.batch
@@ -65,11 +64,11 @@ class Transaction(ABC):
 
     @abstractmethod
     def _check(self, counts: tuple[int, ...]) -> None:
-        """Raise UnsupportedOptionError where tokens cannot be taken back in some rows alone."""
+        """Raise UnsupportedOptionError if tokens cannot be undone in some rows alone."""
 
     @abstractmethod
     def _take_back(self, counts: tuple[int, ...]) -> None:
-        """Take back what does not stay."""
+        """Undo the rejected tokens."""
 
     def __enter__(self) -> Transaction:
         return self

@@ -1,7 +1,7 @@
-"""Passes over several tokens of an answer: each acts as if it had come alone, and the last ones can be taken back.
+"""Passes over several tokens of an answer: each acts as if alone, and the last ones can be undone.
 
-Recurrent states hold no entries that could be dropped, and an evictor that weighs layers against each other acts on the
-first layer when the last one has attended: there a pass over several tokens is one over each; see one_by_one.py.
+Recurrent states have no entries to drop, and an evictor that weighs layers against each other acts on the first layer
+after the last one has attended: then the pass is split into one per token; see one_by_one.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvsieve.hf.forward.travel import Tokens
 from kvsieve.hf.forward.windows import attend_window
 from kvsieve.types import AttentionQueries
 
-# What a layer was given: queries, keys, values, and the hidden states that entered it where an evictor asks for them.
+# Inputs of a layer: queries, keys, values, and its hidden states if an evictor needs them.
 Given = tuple[AttentionQueries, Tensor, Tensor, Tensor | None]
 
 
@@ -33,13 +33,13 @@ Given = tuple[AttentionQueries, Tensor, Tensor, Tensor | None]
 class AnswerSession(Session):
     """State of a pass over tokens of an answer: several, or those of a tentative pass.
 
-    Layers that only add entries attend to all of them in one call, where a kernel can. In the others every token is
-    stored, attends, is observed, evicts and is encoded after the one before it.
+    Layers that only add entries attend to all of them in one call, if a kernel can. In the others every token is
+    stored, attends, is observed, evicts and is encoded after the previous one.
 
     Attributes:
         steps: a session for each token.
         before: layers of a tentative pass that do more than add entries, as they were before it.
-        given: what these layers were given.
+        given: inputs of these layers.
         evicted: layers that had dropped entries in this turn before the pass.
     """
 
@@ -58,7 +58,7 @@ class AnswerSession(Session):
         ]
 
     def step_at(self, at: int, token: Tokens, real: Sequence[int]) -> Session:
-        """Return a session for the token at a place of the pass; real: tokens of each row up to this one."""
+        """Return a session for a token of the pass; real: tokens of each row up to this one."""
         step = self.step
         mask = self.cache.conversation.mask
         since = [count - new for count, new in zip(real, self.tokens.counts, strict=True)]
@@ -83,7 +83,7 @@ class AnswerSession(Session):
             out = attend_window(layer, asked, key, value, self.tokens, self.cache.conversation.mask)
             self.lend(index, layer, key, changes=not tentative)
             if not tentative:
-                # Else once it is known which tokens stay.
+                # Otherwise after the decision which tokens stay.
                 layer.drop_unseen(at_once=False)
             return out
         assert isinstance(layer, SieveLayer)
@@ -100,7 +100,7 @@ class AnswerSession(Session):
         return out
 
     def _appends(self, layer: SieveLayer) -> bool:
-        """True where these tokens do nothing to a layer but add their entries."""
+        """True if these tokens only add their entries to a layer."""
         if self.when.steps is not None or self.request.on_layer is not None:
             return False
         return self.plan.codec is None or not layer.may_encode(self.plan.codec, self.tokens.size)
@@ -117,14 +117,14 @@ class AnswerSession(Session):
         return asked.output(self.read_all(index, store, asked.stored))
 
     def read_all(self, index: int, store: LayerMemory, asked: AttentionQueries) -> Tensor:
-        """Let every token attend to all that a store held when it came, in one call."""
+        """Let every token attend to all entries up to its own, in one call."""
         for step in self.steps:
             count_all(store, step.reads, self.tokens.size - 1 - step.ahead)
         return attend_noted(self.reads, index, AttentionRequest(asked, stored_entries(store)))
 
     @staticmethod
     def _one_by_one(index: int, layer: SieveLayer, given: Given, steps: Sequence[Session]) -> list[Tensor]:
-        """Let a layer take in the first tokens of what it was given, one after another: their outputs."""
+        """Process the first of a layer's tokens one after another; return their outputs."""
         asked, key, value, hidden = given
         outs = []
         for at, step in enumerate(steps):
@@ -138,15 +138,15 @@ class AnswerSession(Session):
         return outs
 
     def finish(self) -> None:
-        """Look at what the tokens have computed, and count what they have read."""
+        """Check the tokens' computed values, and count their reads."""
         for step in self.steps:
             look(step.checks)
             self.reads.add(step.reads)
 
     def take_back(self, counts: Sequence[int]) -> None:
-        """Leave the first tokens of each row, as if the others had never been fed; the pass is over.
+        """Keep the first tokens of each row, as if the others had never been fed; the pass is over.
 
-        counts: how many, of each row. One with fewer than another has padding in the columns that the other keeps.
+        counts: number of tokens to keep, per row. Rows with fewer than others have padding in the remaining columns.
         """
         cache = self.cache
         size = self.tokens.size
@@ -174,7 +174,7 @@ class AnswerSession(Session):
         cache.advance(most - size)
 
     def _replayed(self, at: int, counts: Sequence[int]) -> Session:
-        """Return a session by which a token is stored again, in the rows that keep it."""
+        """Return a session to store a token again, in the rows that keep it."""
         token = self.tokens.part(slice(at, at + 1))
         stays = [at < count for count in counts]
         if not all(stays):
@@ -191,7 +191,7 @@ class PassTransaction(Transaction):
         self._session = session
 
     def _check(self, counts: tuple[int, ...]) -> None:
-        """Nothing to check: rows are replayed alone."""
+        """Do nothing: rows are replayed alone."""
 
     def _take_back(self, counts: tuple[int, ...]) -> None:
         self._session.take_back(counts)

@@ -13,7 +13,7 @@ from kvsieve.cache.tensors import tensors_in
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.types import Selection
 
-# Arguments of a decoder layer that are made anew from the tokens that travel.
+# Arguments of a decoder layer that are rebuilt from the travelling tokens.
 _MASKS = "attention_mask"
 
 
@@ -23,9 +23,9 @@ class Tokens:
 
     Attributes:
         token_index: int [1 or B, L], their columns in the conversation.
-        valid: bool [B, L], False for padding; None where none is.
+        valid: bool [B, L], False for padding; None without padding.
         counts: real ones per row.
-        narrowed: True once some were dropped on the way.
+        narrowed: True once some were dropped.
     """
 
     token_index: Tensor
@@ -39,7 +39,7 @@ class Tokens:
         return self.token_index.shape[1]
 
     def positions(self, mask: Tensor | None) -> Tensor:
-        """Positions, padding not counted, int [1 or B, L]; mask: bool [B, columns], None where nothing is padding."""
+        """Return positions, padding not counted, int [1 or B, L]; mask: bool [B, columns], None without padding."""
         if mask is None:
             return self.token_index
         if self._positions is None:
@@ -53,7 +53,7 @@ class Tokens:
         return found if self.valid is None else found.masked_fill(~self.valid, -1)
 
     def part(self, columns: slice) -> Tokens:
-        """Take those of a slice of the columns, where none was dropped."""
+        """Return those of a slice of the columns, if none was dropped."""
         token_index = self.token_index[:, columns]
         counts = (token_index.shape[1],) * len(self.counts)
         if self.valid is None:
@@ -63,7 +63,7 @@ class Tokens:
         return Tokens(token_index, None if real == counts else valid, real)
 
     def mask_states(self, given: dict[str, Any], names: Collection[str]) -> None:
-        """Put a mask of them among the arguments that a recurrent layer, of parameters `names`, is given."""
+        """Add a mask of them to the arguments of a recurrent layer with parameters `names`."""
         name = next(name for name in ("mamba_attention_mask", "attention_mask") if name in names)
         mask = None if self.valid is None else self.valid.long()
         if isinstance(given.get(name), dict):
@@ -83,17 +83,17 @@ class Tokens:
 
 @dataclass
 class Arguments:
-    """Per-token arguments of decoder layers beside hidden states: rotary tables, position ids and the like.
+    """Per-token arguments of decoder layers besides hidden states: rotary tables, position ids and the like.
 
-    They are known by the tensors themselves: those that modules outside the layers have made in this pass, and those
-    that the source layer was given.
+    They are recognized by tensor identity: outputs of modules outside the layers in this pass, and inputs of the source
+    layer.
 
     Attributes:
         size: tokens of the pass.
-        noted: tensors [1 or B, L, ...], or whole numbers [A, 1 or B, L] of several axes, in the order they were made.
-        rows: int64 [B, K], tokens that go on from the layer that runs, None where all do.
-        offered: how many came to it.
-        now: by the id of a noted one, what deeper layers get in its place.
+        noted: tensors [1 or B, L, ...], or integers [A, 1 or B, L] of several axes, in the order of creation.
+        rows: int64 [B, K], tokens that continue from the current layer, None for all.
+        offered: number of candidates.
+        now: by the id of a noted one, its replacement in deeper layers.
     """
 
     size: int
@@ -103,17 +103,17 @@ class Arguments:
     offered: int = 0
 
     def note(self, made: Any) -> None:
-        """Note the per-token tensors among what a module has made, or a layer was given."""
+        """Record the per-token tensors in a module's output, or a layer's input."""
         for part in tensors_in(made):
             if self._per_token(part) and all(part is not each for each in self.noted):
                 self.noted.append(part)
 
     def note_given(self, given: Mapping[str, Any]) -> None:
-        """Note those of a layer's arguments, by name."""
+        """Record those of a layer's arguments, by name."""
         self.note([value for name, value in given.items() if not name.endswith(_MASKS)])
 
     def join(self, chunks: Iterable[tuple[Tensor, ...]], whole: Callable[[list[Tensor]], Tensor]) -> None:
-        """Let deeper layers get all chunks' tensors; each chunk has as many as are noted, in the same order."""
+        """Pass all chunks' tensors to deeper layers; each chunk has as many as are noted, in the same order."""
         chunks = [*chunks, tuple(self.noted)]
         if len({len(chunk) for chunk in chunks}) > 1:
             raise UnsupportedModelError(
@@ -128,7 +128,7 @@ class Arguments:
                 self.now[id(own)] = whole(list(each))
 
     def narrow(self, rows: Tensor, offered: int) -> None:
-        """Keep the tokens at `rows`, int64 [B, K], of so many offered."""
+        """Keep the tokens at `rows`, int64 [B, K], of `offered` candidates."""
         self.rows = rows
         self.offered = offered
         for own in self.noted:
@@ -139,15 +139,15 @@ class Arguments:
                 self.now[id(own)] = gather(part, rows)
 
     def deeper(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a deeper layer's arguments for the tokens that travel.
+        """Return a deeper layer's arguments for the travelling tokens.
 
         Raises:
-            UnsupportedModelError: one of them is per token and not known.
+            UnsupportedModelError: one of them is per token and unknown.
         """
         return {name: value if name.endswith(_MASKS) else self._moved(name, value) for name, value in given.items()}
 
     def moved(self, made: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return what a layer has made beside hidden states, for the tokens that travel on from it."""
+        """Return a layer's outputs besides hidden states, for the tokens that continue from it."""
         out = []
         for part in made:
             if isinstance(part, Tensor) and id(part) in self.now:
@@ -177,7 +177,7 @@ class Arguments:
         return self._has_axes(part) or (part.ndim >= 2 and part.shape[1] == self.size)
 
     def _has_axes(self, part: Tensor) -> bool:
-        """Tell position ids [A, 1 or B, L] of several axes, and rotary tables [A, 1 or B, L, R] made of them."""
+        """Return True for position ids [A, 1 or B, L] of several axes, and their rotary tables [A, 1 or B, L, R]."""
         numbers = part.ndim == 3 and not (part.is_floating_point() or part.is_complex())
         tables = part.ndim == 4 and part.is_floating_point() and part.shape[0] in (3, 4)
         return (numbers or tables) and part.shape[2] == self.size and part.shape[1] != self.size
@@ -191,6 +191,6 @@ def gather(part: Tensor, rows: Tensor) -> Tensor:
 
 
 def joined(parts: list[Tensor]) -> Tensor:
-    """Chunks [1 or B, L, ...] one after another."""
+    """Concatenate chunks [1 or B, L, ...]."""
     batch = max(len(part) for part in parts)
     return torch.cat([part.expand(batch, *part.shape[1:]) for part in parts], dim=1)

@@ -20,8 +20,8 @@ def attend_window(
         asked: the queries of `tokens`.
         key: [B, H, L, D].
         value: [B, H, L, Dv].
-        tokens: those that came to the layer.
-        mask: bool [B, columns], of all columns of the conversation; None while nothing was padding.
+        tokens: those that reached the layer.
+        mask: bool [B, columns], of all columns of the conversation; None while there is no padding.
     """
     layer.holes |= tokens.narrowed
     key = key.detach()
@@ -31,7 +31,7 @@ def attend_window(
 
 
 def attend_stored_window(layer: WindowLayer, asked: AttentionQueries) -> Tensor:
-    """Attention of the last tokens stored over what their window shows them."""
+    """Attend with the last stored tokens within their window."""
     store = layer.store
     stored = DenseEntries(store.keys, store.values, store.valid)
     sees = Near(layer.window, store.index[:, 0])

@@ -1,1 +1,1 @@
-"""Reading prompts: checks, chunks, and the drivers of plans that read them in passes of their own."""
+"""Prefill: checks, chunks, and drivers of plans with extra passes."""

@@ -13,14 +13,14 @@ from kvsieve.hf.forward.compact import has_holes
 def ends_in_columns(
     mask: Tensor | None, total: int, ends: Callable[[int], list[int]], window: int, *, exact: bool
 ) -> list[int]:
-    """Return where passes end, in columns of a turn's prompt.
+    """Return the ends of passes, in columns of a turn's prompt.
 
     Args:
-        mask: bool [B, total], False for padding; None where there is none.
+        mask: bool [B, total], False for padding; None without padding.
         total: columns.
-        ends: where passes over so many tokens end.
-        window: last tokens of each row that the last pass holds.
-        exact: raise where rows would have other borders than each alone.
+        ends: returns the ends of passes over so many tokens.
+        window: last tokens of each row in the last pass.
+        exact: raise if rows would have other borders than each alone.
 
     Raises:
         UnsupportedOptionError: rows hide tokens at different places, and `exact`.
@@ -35,7 +35,7 @@ def ends_in_columns(
     latest = min(row[max(len(row) - max(window, 1), 0)] for row in rows if row)
     for end in ends(longest)[:-1]:
         left = longest - end
-        # Behind the border every row has so many tokens, or all of its own.
+        # After the border every row has so many tokens, or all of its own.
         border = min(row[len(row) - left] for row in rows if len(row) >= left)
         if exact and any(sum(column >= border for column in row) != min(left, len(row)) for row in rows):
             raise UnsupportedOptionError(
@@ -47,7 +47,7 @@ def ends_in_columns(
 
 
 def question_columns(mask: Tensor | None, tokens: int) -> int:
-    """Return how many last columns hold the last `tokens` tokens of every row of a mask [B, N].
+    """Return the number of last columns with the last `tokens` tokens of every row of a mask [B, N].
 
     Raises:
         InputError: rows hide tokens of their questions at different places.

@@ -1,4 +1,4 @@
-"""Checks of a prompt before anything of it is read."""
+"""Checks of a prompt before its prefill."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_chunk(chunk: int | None) -> None:
 
 
 def checked_beginning(model: AttachedModel, given: Any, cache: SieveCache, chunk: int | None, progress: Any) -> Tensor:
-    """Return the ids int64 [1, N] of the beginning of a prompt that a cache is to read.
+    """Return the ids int64 [1, N] of the beginning of a prompt, for prefill into a cache.
 
     Raises InputError, CacheStateError or PlanError; see Sieve.begin.
     """
@@ -49,14 +49,14 @@ def whole_mask(
     cache: SieveCache,
     pad_token_id: int | None = None,
 ) -> Tensor | None:
-    """Check shapes, and complete the mask of a later turn with the padding the cache knows of.
+    """Check shapes, and complete the mask of a later turn with the padding known to the cache.
 
     Args:
         model: the attached model.
         input_ids: int64 [B, N], the whole conversation.
         attention_mask: [B, N]; None to infer it.
-        cache: what it continues.
-        pad_token_id: token that is padding where there is no mask. Default None: none is.
+        cache: of the conversation.
+        pad_token_id: padding token if there is no mask. Default None: no padding.
 
     Raises:
         InputError: ids or mask that do not fit.
@@ -107,16 +107,16 @@ def check_prompt(
 ) -> None:
     """Raise InputError for a prompt without tokens, padded on the right or longer than the context.
 
-    Warns (KvsieveWarning) about one too short for the plan's observation window: nothing is evicted then. One below the
-    floor of its shares is as it should be.
+    Warns (KvsieveWarning) about one too short for the plan's observation window: nothing is evicted then. Prompts below
+    the floor of its shares are expected.
 
     Args:
         model: the attached model.
         input_ids: int64 [B, N].
-        mask: [B, N], None when nothing is padding.
-        reduced: False where the plan does not act on the prompt.
+        mask: [B, N], None without padding.
+        reduced: False if the plan does not act on the prompt.
         question: last tokens that the plan does not act on.
-        window: queries that others look at beside the plan.
+        window: observation windows besides the plan's.
     """
     lengths = [input_ids.shape[1]] * len(input_ids) if mask is None else mask.sum(-1).tolist()
     if min(lengths) == 0:

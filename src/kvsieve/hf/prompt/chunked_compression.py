@@ -1,8 +1,7 @@
-"""Prompts that are compressed while they are read, each chunk in the light of the question at the end.
+"""Chunked compression: prompts compressed during prefill, each chunk guided by the question at the end.
 
-Nothing that is kept stays where it stood: after each chunk the question's entries go, and the keys that stay turn to
-the positions 0, 1, ... (roles.ChunkedEvictor). The cache then holds a short prompt, which is all that its length and
-positions speak of.
+Kept entries move: after each chunk the question's entries are dropped, and kept keys are re-rotated to the positions 0,
+1, ... (roles.ChunkedEvictor). The cache then has a short prompt, to which its length and positions refer.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from kvsieve.types import LayerContext, Selection
 
 @dataclass
 class Compressed:
-    """A compressed prompt: its context is in the cache, its question yet to be read.
+    """A compressed prompt: its context is in the cache, its question not yet prefilled.
 
     Attributes:
-        token_index: int64 [B, K], the column of the given prompt at which each token that the cache is to hold stood,
-            -1 for filler; of the context, those of one head.
-        layers: int32 [B, H, K], `token_index` of each layer and head; empty where nothing was dropped and all is yet
-            to be read.
+        token_index: int64 [B, K], column of the given prompt of each token of the short one, -1 for filler; of the
+            context, those of one head.
+        layers: int32 [B, H, K], `token_index` of each layer and head; empty if nothing was dropped and nothing is
+            prefilled yet.
         asked: the budget's entries.
-        raised_to: the evictor's minimum, where that is more.
+        raised_to: the evictor's minimum, if that is more.
     """
 
     token_index: Tensor
@@ -47,15 +46,15 @@ class Compressed:
 
 @dataclass(eq=False)
 class _ChunkReduction:
-    """One chunk: lets the evictor keep `targets` entries per row, and notes where these must move.
+    """One chunk: lets the evictor keep `targets` entries per row, and records their moves.
 
     Attributes:
         evictor: the plan's.
-        targets: entries that stay of each row.
+        targets: entries to keep in each row.
         token_index: int [B, L], the columns of the step's tokens as given, -1 for filler.
-        origins: int32 [B, H, K], the same of what each layer holds.
-        protected: what must stay, by column as given.
-        moves: per layer, int64 [B, H, K], from the position an entry was read at to its new one.
+        origins: int32 [B, H, K], the same for each layer's entries.
+        protected: protected tokens, by column as given.
+        moves: per layer, int64 [B, H, K], distance from an entry's old position to its new one.
     """
 
     evictor: ChunkedEvictor
@@ -66,14 +65,14 @@ class _ChunkReduction:
     moves: dict[int, Tensor] = field(default_factory=dict)
 
     def reduce(self, ctx: LayerContext) -> Selection | None:
-        """Select what a layer keeps, in the pass that ends the chunk; see PassRequest.on_layer."""
+        """Select the entries of a layer to keep, in the pass that ends the chunk; see PassRequest.on_layer."""
         if not ctx.step.is_last_chunk:
             return None
         index = self.token_index[:, None].expand(-1, ctx.keys.shape[1], -1).to(torch.int32)
         known = self.origins.get(ctx.layer_idx)
         index = index if known is None else torch.cat([known, index], 2)
         if self.protected is not None:
-            # The question is forgotten and read again, so nothing of it has to stay here.
+            # The question is dropped and prefilled again, so nothing of it has to stay here.
             question = self.evictor.question_tokens
             context = F.pad(index[..., :-question], (0, question), value=-1)
             protected, quotas = self.protected.at(context, ctx.valid)
@@ -106,7 +105,7 @@ def compress(
     options: ReadOptions,
     protected: ProtectedTokens | None = None,
 ) -> Compressed:
-    """Read all but the question of a prompt into an empty cache, keeping what the plan's evictor chooses.
+    """Prefill all but the question of a prompt into an empty cache, keeping the choice of the plan's evictor.
 
     Args:
         model: the attached model.
@@ -114,8 +113,8 @@ def compress(
         input_ids: int64 [B, N].
         token_index: int64 [B, N'], the columns of its true tokens, in order.
         real: bool [B, N'], False for filler on their left.
-        options: its chunk changes nothing but memory.
-        protected: what must stay of the prompt.
+        options: its chunk affects only memory.
+        protected: tokens that must stay.
     """
     evictor = model.plan.evict
     assert isinstance(evictor, ChunkedEvictor)
@@ -159,7 +158,7 @@ def compress(
 
 
 def kept_of_context(evictor: ChunkedEvictor, lengths: list[int]) -> tuple[int, ...]:
-    """Entries that rows of `lengths` tokens keep of what stands before the question."""
+    """Return the entries that rows of `lengths` tokens keep of the context before the question."""
     question = evictor.question_tokens
     return tuple(min(max(length - question, 0), evictor.entries(length) - question) for length in lengths)
 
@@ -181,7 +180,7 @@ def _step_columns(
 def _read(
     model: AttachedModel, cache: SieveCache, step: _ChunkReduction, tokens: Tensor, real: Tensor, options: ReadOptions
 ) -> None:
-    """Feed tokens [B, L] after what the cache holds; the last pass, which holds the question, reduces it."""
+    """Feed tokens [B, L] to the cache; the last pass, with the question, reduces it."""
     seen = cache.num_seen
     known = cache.conversation.mask
     size = tokens.shape[1]
@@ -196,7 +195,7 @@ def _read(
 
 
 def _move_together(model: AttachedModel, cache: SieveCache, step: _ChunkReduction) -> None:
-    """Turn the keys that were kept to their new positions, and make the cache one that has seen these tokens alone."""
+    """Re-rotate the kept keys to their new positions, and reset the cache to one that has seen these tokens alone."""
     size = max(step.targets)
     slots = torch.arange(size, device=model.model.device)
     real = slots >= size - torch.tensor(step.targets, device=slots.device)[:, None]

@@ -1,4 +1,4 @@
-"""Reading a prompt chunk by chunk (``generate(prefill_chunk_size=...)`` is not used)."""
+"""Chunked prefill (``generate(prefill_chunk_size=...)`` is not used)."""
 
 from __future__ import annotations
 
@@ -32,21 +32,20 @@ def read_chunks(
     question: int = 0,
     plan: Plan | None = None,
 ) -> PassResult | None:
-    """Begin a turn with a prompt that is known to be fine, and run its chunks.
+    """Begin a turn with a checked prompt, and run its chunks.
 
     Args:
         model: the attached model.
-        input_ids: int64 [B, N], the whole conversation, of which the cache has seen the beginning.
-        mask: [B, N], None when nothing is padding.
+        input_ids: int64 [B, N], the whole conversation; the cache has seen the beginning.
+        mask: [B, N], None without padding.
         cache: of this model and plan.
-        options: the last chunk is left out with ``leave_last``.
-        prompt_end: columns of the turn's prompt, where that goes on after these.
-        question: last tokens of the turn's prompt, the beginning of which was read before, and which the plan has
-            acted on.
-        plan: acts in place of the attached one.
+        options: the last chunk is skipped with ``leave_last``.
+        prompt_end: columns of the turn's prompt, if it continues after these.
+        question: last tokens of the turn's prompt; the plan has already acted on the tokens before them.
+        plan: replaces the attached one.
 
     Returns:
-        What the last pass found, None where none was run.
+        The result of the last pass, None if none was run.
     """
     short = cache.conversation.short_prompt
     acting = plan or (model.plan if short is None else short.plan)
@@ -54,7 +53,7 @@ def read_chunks(
     end = input_ids.shape[1]
     total = end - start
     acts = options.constraints.reduce and not question
-    # What was read of the prompt before counts as well.
+    # Earlier chunks of the prompt count as well.
     length = end - cache.turn.start if options.goes_on else total
     # Some models' recurrent layers compute a single token otherwise, and take one of padding for a true one.
     least = 2 if cache.has_state else 0
@@ -77,7 +76,7 @@ def read_chunks(
     else:
         cache.begin_turn(prompt_end + probed, options.new_tokens, acts)
     if model.facts.tables.depend:
-        # What follows these columns is not padding.
+        # Columns after these are not padding.
         cache.turn.length = prompt_end - end + (end if mask is None else int(mask.sum(-1).max()))
     if acting.drafts and acts:
         cache.turn.drafted = drafted(model, acting, input_ids, mask, cache, chunk)
@@ -107,16 +106,16 @@ def read_beginning(
     request: PassRequest = BEGINNING,
     room: int = 0,
 ) -> None:
-    """Read the beginning of a prompt, as its leading chunks are read; whoever reads a prompt next goes on with it.
+    """Prefill the beginning of a prompt in leading chunks; the next prefill continues from there.
 
     Args:
         model: the attached model.
-        input_ids: int64 [1, N], all that is to be read by then.
+        input_ids: int64 [1, N], the whole beginning.
         cache: of this model and plan, between turns or in the middle of a prompt.
         chunk: tokens per forward pass, None for all at once.
-        progress: called with (tokens read, tokens in all), between passes.
+        progress: called with (tokens done, total tokens), between passes.
         request: of each pass.
-        room: tokens that follow the beginning, which buffers leave room for.
+        room: tokens after the beginning, for which buffers are reserved.
     """
     start = cache.num_seen
     end = input_ids.shape[1]
@@ -133,17 +132,17 @@ def read_beginning(
 
 
 def keeps_to_chunks(plan: Plan) -> bool:
-    """Return True if what a prompt's tokens become depends on where its chunks end.
+    """Return True if a prompt's entries depend on the ends of its chunks.
 
-    Sparse prompts choose blocks per chunk, some evictors act on every chunk, and a codec alone encodes after each.
+    Sparse prefill chooses blocks per chunk, some evictors act on every chunk, and a codec alone encodes after each.
     """
     return plan.prefill is not None or _counts_backwards(plan)
 
 
 def shared_end(plan: Plan, length: int, chunk: int | None) -> int:
-    """Return where chunks of `chunk` tokens end last within the first `length` tokens of every prompt that has more.
+    """Return the last end of a chunk within the first `length` tokens that all longer prompts share.
 
-    Any length will do under a plan that does not keep to chunks; 0 where prompts have no such border in common.
+    This is `length` itself under a plan that does not depend on chunks; 0 without a shared border.
     """
     if not keeps_to_chunks(plan):
         return max(length, 0)
@@ -153,15 +152,15 @@ def shared_end(plan: Plan, length: int, chunk: int | None) -> int:
 
 
 def _counts_backwards(plan: Plan) -> bool:
-    """Return True if chunks end so many tokens before the prompt's end, and not so many behind its start.
+    """Return True if chunks end so many tokens before the prompt's end, not after its start.
 
-    So a row's chunks are the same ones beside longer rows, where an evictor or a codec acts on each.
+    So a row's chunks are the same in a batch with longer rows, if an evictor or a codec acts on each.
     """
     return plan.codec is not None if plan.evict is None else plan.evict.when.chunks
 
 
 def chunk_ends(total: int, chunk: int | None, window: int, *, backwards: bool = False) -> list[int]:
-    """Tell where chunks of `chunk` tokens end; the last one holds at least `window` tokens when the prompt does.
+    """Return the ends of chunks of `chunk` tokens; the last one has at least `window` tokens if the prompt does.
 
     backwards: the first one is the shortest, and not the last.
     """
@@ -174,7 +173,7 @@ def chunk_ends(total: int, chunk: int | None, window: int, *, backwards: bool = 
 
 
 def passes(ends: list[int], together: Callable[[], int] | None) -> Iterator[tuple[int, int]]:
-    """Yield where each pass begins and ends: one chunk, or as many leading ones as `together` tells before it."""
+    """Yield begin and end of each pass: one chunk, or as many leading ones as `together` returns."""
     first = at = 0
     while at < len(ends):
         leading = len(ends) - 1 - at
@@ -184,6 +183,6 @@ def passes(ends: list[int], together: Callable[[], int] | None) -> Iterator[tupl
 
 
 def probed_ends(total: int, chunk: int | None, window: int) -> list[int]:
-    """Tell where chunks end when the last one holds just the window, one token at least; the probing precedes it."""
+    """Return the ends of chunks if the last one has just the window, at least one token; probing precedes it."""
     before = total - max(1, window)
     return [*chunk_ends(before, chunk, 0), total] if before > 0 else [total]

@@ -1,4 +1,4 @@
-"""Constraints that a caller puts on one prompt, whatever the plan: what must stay, and what it is not to act on."""
+"""Constraints of a caller on one prompt, under any plan: protected tokens, and parts that the plan must not act on."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class PromptConstraints:
 
     Attributes:
         protect: spans that are never evicted.
-        quotas: spans of which so many entries must stay.
-        question_tokens: last tokens that the plan is not to see.
-        reduce: False keeps the prompt whole.
+        quotas: spans with a number of entries that must stay.
+        question_tokens: last tokens hidden from the plan.
+        reduce: False if the plan must not act on the prompt.
     """
 
     protect: Any = None
@@ -38,7 +38,7 @@ class PromptConstraints:
             )
 
     def checked_question(self, seen: int, mask: Tensor | None, length: int) -> int:
-        """Last tokens of the prompt that the plan does not see; seen: columns that were read before this turn.
+        """Return the last tokens of the prompt hidden from the plan; seen: columns before this turn.
 
         Raises InputError for a question that leaves a row nothing new to reduce.
         """
@@ -64,10 +64,9 @@ class PromptConstraints:
     def protected_tokens(
         self, plan: Plan, cache: SieveCache, mask: Tensor | None, shape: torch.Size, question: int
     ) -> ProtectedTokens | None:
-        """Return what must stay of the conversation [B, N], earlier turns' constraints included, by column as given.
+        """Return the protected tokens of the conversation [B, N], including those of earlier turns, by column as given.
 
-        Raises InputError for a span outside the prompt, for tokens that are gone already, and for more than the plan's
-        budget allows.
+        Raises InputError for a span outside the prompt, for evicted tokens, and for more than the plan's budget allows.
         """
         short_prompt = cache.conversation.short_prompt
         known = cache.conversation.protected if short_prompt is None else short_prompt.protected
@@ -134,7 +133,7 @@ class PromptConstraints:
 
 
 def _check_stored(cache: SieveCache, new: ProtectedTokens) -> None:
-    """Tokens of earlier turns can be held only while every layer and head still has them."""
+    """Check that protected tokens of earlier turns are still stored in every layer and head."""
     short_prompt = cache.conversation.short_prompt
     if short_prompt is not None:
         given = new.needed(short_prompt.length)

@@ -1,7 +1,7 @@
-"""A draft model's choice: a smaller model reads a prompt first, and scores the tokens that the model itself may read.
+"""A draft model's choice: a smaller model prefills a prompt first, and scores its tokens.
 
-The draft runs under kvsieve with an empty plan, one row of a batch at a time. Where it has another tokenizer it reads
-the prompt's text, and scores are carried over by the characters that tokens share.
+The draft runs under kvsieve with an empty plan, one row of a batch at a time. With another tokenizer it prefills the
+prompt's text, and scores are mapped by the characters that tokens share.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ def load_draft(propagator: DraftPropagator, model: Any) -> Loaded:
 
 @functools.lru_cache(maxsize=1)
 def _loaded(name: str, dtype: torch.dtype, device: str) -> Loaded:
-    """Load a draft by name; the last one stays, so that attaching a plan again does not load it again."""
+    """Load a draft by name, with the last one cached, so that attaching a plan again does not load it again."""
     return Loaded(name, *models.load(None if name == "demo" else name, dtype, device))
 
 
 def drafted(
     model: AttachedModel, plan: Plan, input_ids: Tensor, mask: Tensor | None, cache: SieveCache, chunk: int | None
 ) -> Tensor | None:
-    """Return scores of the tokens of the turn that begins, float32 [B, N], -inf for padding; None if all go on.
+    """Return scores of the tokens of a new turn, float32 [B, N], -inf for padding; None if all continue.
 
     Args:
         model: the attached model.
-        plan: what acts; its propagator drafts.
-        input_ids: int64 [B, all], the whole conversation, of which the cache has seen the beginning.
-        mask: [B, all], None when nothing is padding.
-        cache: what the turn goes on.
+        plan: acts; its propagator drafts.
+        input_ids: int64 [B, all], the whole conversation; the cache has seen the beginning.
+        mask: [B, all], None without padding.
+        cache: of the conversation.
         chunk: tokens per forward pass of the draft.
 
     Raises:
@@ -103,7 +103,7 @@ def _same_tokens(one: Any, other: Any) -> bool:
 
 
 def carried_over(scores: Tensor, spans: Spans, onto: Spans, length: int) -> Tensor:
-    """Carry scores of tokens over to others of the same text, each the largest of those that it shares characters with.
+    """Map scores of tokens to other tokens of the same text: the maximum over those with shared characters.
 
     Args:
         scores: float [M].
@@ -123,10 +123,10 @@ def carried_over(scores: Tensor, spans: Spans, onto: Spans, length: int) -> Tens
 
 
 def text_and_spans(tokenizer: Any, ids: list[int]) -> tuple[str, Spans]:
-    """Return the text of token ids, and of each token its characters in it, half-open.
+    """Return the text of token ids, and the characters of each token in it, half-open.
 
-    Exact where tokenizing the text gives the ids back, as it does of most prompts. Else each token is decoded with a
-    few before it, and where several share a character the last one has it.
+    Exact if tokenizing the text returns the ids, as for most prompts. Otherwise each token is decoded with a few before
+    it, and a shared character belongs to the last of its tokens.
     """
     text = _decoded(tokenizer, ids)
     if tokenizer.is_fast:
@@ -150,7 +150,7 @@ def _decoded(tokenizer: Any, ids: list[int]) -> str:
 
 
 def _attention(model: AttachedModel, propagator: DraftPropagator, ids: list[int], chunk: int | None) -> Tensor:
-    """Let the draft read a prompt and go on from it; return the prompt's scores, float32 [N]."""
+    """Let the draft prefill a prompt and continue it; return the prompt's scores, float32 [N]."""
     assert model.drafter is not None
     prompt = len(ids)
     seen = dict[int, Any]()

@@ -1,4 +1,4 @@
-"""Options of reading a prompt."""
+"""Options of a prefill."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """Options of reading a prompt.
+    """Options of a prefill.
 
     Attributes:
         chunk: tokens per forward pass, None for all at once.
-        new_tokens: tokens expected after it, 0 if nobody said.
-        pad_token_id: token that is padding where there is no mask; None where none is.
-        progress: called with (tokens read, tokens in all).
-        leave_last: leave the last chunk to whoever goes on, as ``model.generate`` does.
-        constraints: what the caller asks of the plan.
-        window: queries that the last chunk holds at least, beside those that the plan looks at.
+        new_tokens: tokens expected after it, 0 if unknown.
+        pad_token_id: padding token if there is no mask, or None.
+        progress: called with (tokens done, total tokens).
+        leave_last: leave the last chunk to a later pass, as ``model.generate`` does.
+        constraints: of the caller on the plan.
+        window: least number of queries in the last chunk, besides the plan's observation window.
         on_layer: called in each layer of each pass; see PassRequest.
-        begun: makes a cache that has read the beginning of the prompt, in full, and goes on with it; for a first pass
-            over a prompt that only chooses tokens. None where nothing was read.
-        probed: what probings of this prompt have left in the layers' states, which others go by; filled here.
-        together: tells how many chunks the next pass may take, where results do not depend on it; None for one,
-            and with `on_layer`.
-        goes_on: the cache itself has read the beginning of the prompt, in full.
+        begun: returns a cache with the beginning of the prompt prefilled in full; for a first pass that only chooses
+            tokens. None without one.
+        probed: results of this prompt's probings, shared between evictors; filled here.
+        together: returns the number of chunks for the next pass, if results do not depend on it; None for one, and with
+            `on_layer`.
+        goes_on: the cache itself has the beginning of the prompt, prefilled in full.
     """
 
     chunk: int | None = None
@@ -50,5 +50,5 @@ class ReadOptions:
 
 
 def shifted(progress: Progress | None, before: int, total: int) -> Progress | None:
-    """Tell of a part of a prompt as one that `before` tokens precede, of `total` in all."""
+    """Return a progress callback for a part of a prompt after `before` tokens, of `total` tokens."""
     return None if progress is None else lambda done, _: progress(before + done, total)

@@ -1,8 +1,8 @@
-"""Passes that a plan needs before a prompt is complete, and that are forgotten (roles.ProbingEvictor).
+"""Temporary passes of a plan before a prompt is complete (roles.ProbingEvictor).
 
-All but the last ``max(1, window)`` tokens of the prompt are read as they always are, nothing being evicted. Then the
-evictor probes branches of the cache, which share its buffers and are dropped, and leaves its scores in the layers'
-states. The rest of the prompt completes it as ever: that pass attends to everything, and evicts.
+All but the last ``max(1, window)`` tokens of the prompt are prefilled without eviction. Then the evictor probes
+branches of the cache, which share its buffers and are dropped, and leaves its scores in the layers' states. The rest of
+the prompt completes it normally: that pass attends to everything, and evicts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _CacheBranch:
         if evict is None:
             cache.conversation.protected = None
 
-        # Whatever is fed belongs to the prompt, and only what ends it evicts.
+        # Every probe pass belongs to the prompt, and only its end evicts.
         plan = Plan(evict=evict, name=model.plan.name)
         request = PassRequest(plan, "prefill", last_chunk=evict is not None, on_layer=observe)
         result = model.feed(cache, ids, mask, request, logits=int(logits))
@@ -85,11 +85,11 @@ class _ModelPasses:
 
 
 def tokens_to_probe(model: AttachedModel, cache: SieveCache, mask: Tensor) -> int:
-    """Tokens that the plan's evictor feeds at once before a turn's prompt is complete; 0 where all of it may stay.
+    """Return the tokens of the evictor's largest probe pass for a turn's prompt; 0 if nothing must be dropped.
 
     Args:
         model: the attached model.
-        cache: what came before the turn.
+        cache: of the conversation before the turn.
         mask: [B, N] of the whole conversation, 0 for padding.
     """
     evictor = _probing(model)
@@ -123,13 +123,13 @@ def probe(
     mask: Tensor | None,
     probed: dict[ProbingEvictor, dict[int, dict[str, Any]]] | None = None,
 ) -> None:
-    """Let the plan's evictor probe, or take over what another has found.
+    """Let the plan's evictor probe, or reuse the results of an equal probing.
 
     Args:
         model: the attached model.
-        cache: holds all but the last chunk of the conversation.
+        cache: has all but the last chunk of the conversation.
         input_ids: int64 [B, N], the conversation.
-        mask: [B, N], None when nothing is padding.
+        mask: [B, N], None without padding.
         probed: see ReadOptions.
     """
     evictor = _probing(model)

@@ -1,4 +1,4 @@
-"""Reading a prompt under any plan: the way in for every driver."""
+"""Prefill under any plan: entry point of all drivers."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def read_prompt(
     cache: SieveCache,
     options: ReadOptions,
 ) -> tuple[Tensor, Tensor | None]:
-    """Check a prompt and read it, all chunks but the last if `leave_last`.
+    """Check and prefill a prompt, all chunks but the last if `leave_last`.
 
     Args:
         model: the attached model.
-        input_ids: int64 [B, N], the whole conversation, of which only what is new is read.
-        attention_mask: [B, N], 1 for tokens and 0 for padding; None when nothing new is padding.
+        input_ids: int64 [B, N], the whole conversation; only new tokens are prefilled.
+        attention_mask: [B, N], 1 for tokens and 0 for padding; None without new padding.
         cache: of this model and plan.
-        options: how it is to be read.
+        options: of the prefill.
 
     Returns:
-        What to go on with, ids [B, K] and their mask. Under a plan that shortens prompts, these are the ids of the
-        short prompt; `cache` then starts from nothing, also on a later turn, whose whole conversation is read afresh.
-        Else they are what was given.
+        Ids [B, K] and mask to continue with. Under a plan that shortens prompts, these are the ids of the short prompt;
+        `cache` then starts empty, also on a later turn, which prefills the whole conversation again. Otherwise they are
+        the inputs.
 
     Raises:
         InputError: a prompt, or constraints, that do not fit.

@@ -1,7 +1,7 @@
-"""Reading a conversation again where its rotary tables depend on its length, and were made for another one.
+"""New prefill of a conversation after its rotary tables changed with its length.
 
-Keys that a cache holds were turned by the tables of the length that the conversation had. Where a longer one gets
-other tables, what is read on them would be neither: transformers' own models of this kind drop the cache then, too.
+Keys in a cache were rotated by the tables for the conversation's length at that time. If a longer one has other tables,
+the cache must be dropped, as transformers' own models of this kind do.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvsieve.hf.runtime import AttachedModel
 
 
 def length_in_cache(cache: SieveCache, length: int, mask: Tensor | None) -> int:
-    """Return the true tokens that a cache will have read of a conversation, of the longest row.
+    """Return the true tokens of a conversation in a cache, of the longest row.
 
     Args:
-        cache: what it continues.
-        length: columns of the conversation as its caller knows it.
-        mask: [B, length], None when nothing is padding.
+        cache: of the conversation.
+        length: columns of the caller's conversation.
+        mask: [B, length], None without padding.
     """
     short = cache.conversation.short_prompt
     if short is not None:
@@ -33,10 +33,10 @@ def length_in_cache(cache: SieveCache, length: int, mask: Tensor | None) -> int:
 
 
 def forget_other_tables(model: AttachedModel, cache: SieveCache, length: int) -> int:
-    """Empty a cache whose keys were made by other rotary tables than those of a sequence of `length` tokens.
+    """Empty a cache if its keys were rotated by other tables than those of `length` tokens.
 
     Returns:
-        The columns that are to be read again; 0 where the cache is as it was.
+        The number of columns to prefill again; 0 for an unchanged cache.
     """
     before = cache.conversation
     if not before.num_seen or model.facts.tables.same(before.table_lengths, length):
@@ -49,7 +49,7 @@ def forget_other_tables(model: AttachedModel, cache: SieveCache, length: int) ->
 
 
 def tokens_before_border(model: AttachedModel, cache: SieveCache, most: int) -> int:
-    """Return how many tokens, at most `most`, follow a cache before generate would read everything again."""
+    """Return the number of tokens, at most `most`, after a cache before generate would prefill everything again."""
     tables = model.facts.tables
     conversation = cache.conversation
     if not tables.depend or not rereads_at_border(model.model):
@@ -60,20 +60,20 @@ def tokens_before_border(model: AttachedModel, cache: SieveCache, most: int) -> 
 
 
 def crosses(model: AttachedModel, cache: SieveCache) -> bool:
-    """Tell whether generate would read everything again for the next token behind what a cache holds."""
+    """Return True if generate would prefill everything again for the next token after a cache."""
     return not tokens_before_border(model, cache, 1)
 
 
 def read_again(
     model: AttachedModel, ids: Tensor, mask: Tensor | None, cache: SieveCache, options: ReadOptions, answered: int
 ) -> None:
-    """Read a prompt and the answer so far, in the middle of that answer, but for the last chunk.
+    """Prefill a prompt and the answer so far, except the last chunk, in the middle of that answer.
 
     Args:
         model: the attached model.
-        ids: int64 [B, N], as the cache knows them: of a shortened prompt, the short one.
-        mask: [B, N], None when nothing is padding.
-        cache: what has read them but for the last token, by other tables.
+        ids: int64 [B, N], in the cache's view: the short prompt, if shortened.
+        mask: [B, N], None without padding.
+        cache: with all but the last token, by other tables.
         options: of the prompt.
         answered: tokens of the answer among them.
     """
@@ -95,11 +95,11 @@ def read_again(
 def logits_at_border(
     model: AttachedModel, ids: Tensor, cache: SieveCache, options: ReadOptions, answered: int
 ) -> Tensor:
-    """Read a conversation again, and return the logits [1, V] behind it.
+    """Prefill a conversation again, and return the logits [1, V] after it.
 
     Args:
         model: the attached model, under the cache's plan.
-        ids: int64 [1, N], the conversation as the cache's caller knows it; the last token was not read yet.
+        ids: int64 [1, N], the caller's conversation, including the unprocessed last token.
         cache: of one row without padding, for which `crosses` is true.
         options: of the prompt.
         answered: tokens of the answer among ids.

@@ -1,7 +1,7 @@
-"""Prompts in whose place a shorter one is read: of tokens that a first pass has chosen, or compressed chunk by chunk.
+"""Prompts replaced by a shorter one: tokens chosen by a first pass, or compressed chunk by chunk.
 
-The cache holds the short prompt alone, at the positions 0, 1, ... and remembers (`ShortPrompt`) what its caller knows:
-the whole prompt, whose columns come back in front of whatever is generated.
+The cache has the short prompt alone, at the positions 0, 1, ... and stores (`ShortPrompt`) the caller's whole prompt,
+whose columns precede the generated ones in the result.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def read_short_prompt(
     protected: ProtectedTokens | None,
     question: int,
 ) -> None:
-    """Choose tokens of a prompt and read them into the emptied cache; all of them where the plan is not to act.
+    """Choose tokens of a prompt and prefill them into the emptied cache; all of them if the plan must not act.
 
     Args:
         model: the attached model.
-        input_ids: int64 [B, N], the conversation, but for a question that the plan is not to see.
-        mask: [B, N], None when nothing is padding.
+        input_ids: int64 [B, N], the conversation, without a question hidden from the plan.
+        mask: [B, N], None without padding.
         cache: emptied here.
-        options: how to read.
-        protected: what the caller wants kept.
+        options: of the prefill.
+        protected: tokens that must stay.
         question: tokens of the question that follows.
     """
     ends = cache.conversation.ends
@@ -113,9 +113,9 @@ def _plan_after(plan: Plan) -> Plan:
 def ids_and_mask(
     cache: SieveCache, input_ids: Tensor, mask: Tensor | None, protected: ProtectedTokens | None, filler: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the ids of a cache's short prompt and all that was given after it, and their mask.
+    """Return the ids of a cache's short prompt and all later tokens, and their mask.
 
-    The cache gets the whole conversation: budgets count it from now on.
+    The cache gets the whole conversation, for use by budgets.
     """
     short = cache.conversation.short_prompt
     assert short is not None

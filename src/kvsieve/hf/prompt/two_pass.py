@@ -1,6 +1,6 @@
-"""Prompts that are read twice: the first pass only chooses tokens, the second reads those as a prompt of their own.
+"""Prompts prefilled twice: the first pass only chooses tokens, the second prefills those as a prompt of their own.
 
-The first pass ends at the layer where the plan's propagator has chosen, and nothing of it survives.
+The first pass ends at the layer where the plan's propagator has chosen, and is discarded.
 """
 
 from __future__ import annotations

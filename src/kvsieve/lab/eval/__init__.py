@@ -1,1 +1,1 @@
-"""Evaluation: from a model and a list of methods to scores, plots and a report."""
+"""Evaluation of methods on a model: scores, plots and a report."""

@@ -1,4 +1,4 @@
-"""Many samples brought down to a few numbers: cells of scores with their intervals, and of costs with their spread."""
+"""Aggregation of samples: cells of scores with intervals, and of costs with spreads."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvsieve.report.labels import FULL, budget_order, distinct
 class Cell:
     """Samples of one task, length, question mode, label and budget, or of several tasks: then `task` is "mean".
 
-    low, high: 95% interval of `score`. n: samples. tasks: how many tasks are in it. not_applied: samples in
-    which the method did not run as asked.
+    low, high: 95% interval of `score`. n: samples. tasks: number of tasks. not_applied: samples in which the method did
+    not run as requested.
     """
 
     task: str
@@ -62,8 +62,8 @@ class Spread:
 class CostCell:
     """Costs of one length, label and budget.
 
-    repeats: how many runs. spreads: quantity -> its spread. ratios: quantity -> median over repeats of (this / full
-    of the same repeat and invocation). kept: share of the prompt's tokens kept, [layers][bins], or None.
+    repeats: number of runs. spreads: quantity -> its spread. ratios: quantity -> median over repeats of (this / full of
+    the same repeat and invocation). kept: share of the prompt's tokens kept, [layers][bins], or None.
     """
 
     length: int
@@ -80,12 +80,12 @@ class CostCell:
         return None if spread is None else spread.median
 
     def to_dict(self) -> Row:
-        """JSON-ready, without the map of kept tokens, which is large."""
+        """JSON-ready, without the large map of kept tokens."""
         return {key: finite(value) for key, value in asdict(self).items() if key != "kept"}
 
 
 def score_interval(scores: Sequence[float], documents: Sequence[Hashable]) -> tuple[float, float]:
-    """Return the 95% interval of a mean score: Clopper and Pearson's, or over documents where several share one."""
+    """Return the 95% interval of a mean score: Clopper-Pearson, or over documents if several samples share one."""
     n = len(scores)
     if len(set(documents)) == n:
         return share_interval(math.fsum(scores), n)
@@ -94,7 +94,7 @@ def score_interval(scores: Sequence[float], documents: Sequence[Hashable]) -> tu
 
 
 def cells(samples: Iterable[Row]) -> list[Cell]:
-    """One cell per task, length, question mode, label and budget."""
+    """Return a cell per task, length, question mode, label and budget."""
     found = groups(samples, ("task", "length", "question", "label", "budget"))
     return [_cell(key, rows) for key, rows in found.items()]
 
@@ -125,9 +125,9 @@ def _cell(key: tuple[Any, ...], rows: list[Row]) -> Cell:
 
 
 def task_means(parts: Iterable[Cell]) -> list[Cell]:
-    """Over tasks, each of the same weight: one cell per length, question mode, label and budget.
+    """Return the unweighted means over tasks: a cell per length, question mode, label and budget.
 
-    The interval puts those of the tasks together (Zou and Donner's MOVER).
+    Intervals of the tasks are combined by Zou and Donner's MOVER.
     """
     found: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in parts:
@@ -173,7 +173,7 @@ _QUANTITIES: dict[str, Callable[[Row], float | None]] = {
 
 
 def cost_cells(costs: Iterable[Row]) -> list[CostCell]:
-    """One cell per length, label and budget."""
+    """Return a cell per length, label and budget."""
     costs = list(costs)
     full = {_occasion(row): row for row in costs if row["label"] == FULL}
     found = groups(costs, ("length", "label", "budget"))
@@ -199,21 +199,21 @@ def _cost_cell(key: tuple[Any, ...], rows: list[Row], full: Mapping[tuple[Any, .
 
 
 def _occasion(row: Row) -> tuple[Any, ...]:
-    """Rows that were measured on the same prompt in the same invocation."""
+    """Return a key shared by rows measured on the same prompt in the same invocation."""
     return row["env"], row["length"], row["repeat"]
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
-    """Of those that are there; None of none."""
+    """Return the mean of the values that are not None, or None."""
     present = [value for value in values if value is not None and not math.isnan(value)]
     return sum(present) / len(present) if present else None
 
 
 def labels_of(rows: Iterable[Row]) -> list[str]:
-    """Full first, then as first seen."""
+    """Return the labels, full KV first, then by first occurrence."""
     return sorted(distinct(row["label"] for row in rows), key=lambda label: label != FULL)
 
 
 def budgets_of(items: Iterable[Cell | CostCell]) -> list[str | None]:
-    """None (no budget) first, then shares, then numbers of entries, each from small to large."""
+    """Return the budgets, None first, then shares, then numbers of entries, ascending."""
     return sorted(distinct(item.budget for item in items), key=budget_order)

@@ -23,9 +23,9 @@ from kvsieve.lab.eval.reading import DocumentReader
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.turns import prompt_ids
 
-# Last tokens of a document that are prefilled with each question.
+# Last document tokens that are prefilled with each question.
 _SPLIT = 8
-# Words of two answers that are shown from where they differ.
+# Words shown of two answers from the first difference.
 _WORDS = 4
 
 
@@ -38,14 +38,14 @@ class DocumentAnswer:
         method: label of the method.
         text: the answer.
         tokens: ids of its tokens, without the end token.
-        first_token_s: seconds from the question to the first token; the document had been prefilled before, for methods
-            that share its prefill.
+        first_token_s: seconds from the question to the first token; without the document's prefill, for methods that
+            share it.
         per_token_s: seconds per token after the first; None for an answer of one token.
-        kv_bytes: bytes of the KV cache once the prompt was complete.
+        kv_bytes: bytes of the KV cache at the end of the prompt.
         kv_entries: entries per layer and KV head then, on average over the layers.
         prompt_tokens: tokens of document and question.
         applied: True if every role of the plan acted.
-        notes: what did not go as asked.
+        notes: deviations from the request.
     """
 
     question: int
@@ -71,8 +71,8 @@ class Asker:
     Attributes:
         plans: plans by label, with every parameter set; full KV comes first.
         document_tokens: tokens of the prompt up to the question.
-        stored_tokens: those of them that came from the store.
-        prefill_s: seconds that prefilling the document took, once, for all methods.
+        stored_tokens: document tokens reused from the store.
+        prefill_s: seconds of the document's prefill, shared by all methods.
     """
 
     def __init__(
@@ -92,12 +92,12 @@ class Asker:
         Args:
             model: a transformers model.
             tokenizer: its tokenizer.
-            document: text that the questions are about.
+            document: subject of the questions.
             plans: plans by label; the first one is the reference, full KV.
             system: system prompt; None for none.
             chunk: prompt tokens per forward pass; None for all at once.
             max_new_tokens: longest answer, in tokens.
-            store: kvsieve.store.PrefixStore, which has the document or is given it; None for none.
+            store: kvsieve.store.PrefixStore to find the document in, or to add it to; None for none.
 
         Raises:
             UnsupportedModelError, PlanError: the model cannot run one of the plans.
@@ -113,12 +113,12 @@ class Asker:
             check_plans(plans.values())
             with attached(model, Plan()) as sieve:
                 check_servable(sieve, {})
-        # Room that is not needed would count as memory of full KV.
+        # Unused room would count as memory of full KV.
         self._evaluator.documents = DocumentReader(model, chunk, store, tokenizer, room=0)
         self.plans = {label: plan.for_model(model, tokenizer) for label, plan in plans.items()}
         for plan in self.plans.values():
             check_model(model, plan)
-        # The tokens that prompts about the document share; a question may change how its last few are split.
+        # Tokens shared by all prompts; a question may change the split of the document's last few.
         one = self._ids("?")
         other = self._ids("Why")
         pairs = enumerate(zip(one, other, strict=False))
@@ -129,7 +129,7 @@ class Asker:
         self.prefill_s = 0.0
 
     def check(self, questions: Sequence[str]) -> None:
-        """Raise InputError for a question that does not fit into the model's context behind the document."""
+        """Raise InputError for a question that does not fit into the model's context after the document."""
         context = context_of(self.model.config)
         for question in questions:
             size = len(self._ids(question))
@@ -140,7 +140,7 @@ class Asker:
                 )
 
     def prefill(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Prefill the document for all plans; progress is called with (tokens done, tokens in all)."""
+        """Prefill the document for all plans; progress is called with (tokens done, total tokens)."""
         began = time.perf_counter()
         documents = self._evaluator.documents
         documents.open(list(self.plans.values()), self._tensor(self._shared), progress)
@@ -150,12 +150,12 @@ class Asker:
     def ask(
         self, question: str, number: int = 0, shown: Callable[[str, str], None] | None = None
     ) -> list[DocumentAnswer]:
-        """Answer one question under every plan, in their order.
+        """Answer one question under every plan, in order.
 
         Args:
-            question: text behind the document and a blank line.
+            question: text after the document and a blank line.
             number: index of the question.
-            shown: called with a label and each piece of text as it is generated.
+            shown: called with a label and each generated piece of text.
         """
         evaluator = self._evaluator
         ids = self._ids(question)
@@ -200,7 +200,7 @@ class Asker:
         return answers
 
     def _ids(self, question: str) -> list[int]:
-        """Return the prompt that asks a question, as `kvsieve run --question` does."""
+        """Return the prompt of a question, as in `kvsieve run --question`."""
         user = {"role": "user", "content": f"{self.document.rstrip()}\n\n{question}"}
         system = [{"role": "system", "content": self.system}] if self.system else []
         return prompt_ids(self._evaluator.prompter.tokenizer, [*system, user])
@@ -210,13 +210,13 @@ class Asker:
 
 
 def differs_at(reference: Sequence[int], other: Sequence[int]) -> int | None:
-    """Return the number of the first token (from 1) at which two answers differ, None where they are equal."""
+    """Return the number of the first differing token (from 1) of two answers, or None if they are equal."""
     pairs = enumerate(itertools.zip_longest(reference, other), 1)
     return next((at for at, (one, two) in pairs if one != two), None)
 
 
 def differing_words(reference: DocumentAnswer, other: DocumentAnswer) -> tuple[str, str]:
-    """Return the first few words of both answers from the word in which they differ."""
+    """Return a few words of both answers from the first word that differs."""
     ours = other.text.split()
     theirs = reference.text.split()
     at = next((at for at, (one, two) in enumerate(zip(ours, theirs, strict=False)) if one != two), None)
@@ -230,12 +230,12 @@ class MethodSummary:
 
     Attributes:
         method: label.
-        same: answers that are token for token those of full KV.
-        questions: answers in all.
-        kv_bytes: most bytes of the KV cache once a prompt was complete.
+        same: answers identical to those of full KV.
+        questions: number of answers.
+        kv_bytes: largest KV cache at the end of a prompt, in bytes.
         kv_share: kv_bytes over those of full KV.
         first_token_s: median seconds from a question to its first token.
-        per_token_s: median seconds per token; None where no answer had two.
+        per_token_s: median seconds per token; None if no answer had two.
         applied: True if every role of the plan acted on every prompt.
     """
 
@@ -275,7 +275,7 @@ def summarise(answers: Sequence[DocumentAnswer]) -> list[MethodSummary]:
 
 
 def advice(summaries: Sequence[MethodSummary]) -> str:
-    """Return one sentence: on how many questions each method differs from full KV, and the smallest that does not."""
+    """Return a sentence on the questions with a difference from full KV per method, and the smallest without one."""
     reference, *others = summaries
     if not others:
         return "Only full KV was asked: name other methods to compare."

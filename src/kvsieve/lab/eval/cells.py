@@ -17,7 +17,7 @@ from kvsieve.planning.registry import method_info
 from kvsieve.planning.settled import all_parameters, label_parameters
 from kvsieve.report.labels import FULL
 
-# Parameters that come with a model or a paper, and that decide more than many a method does.
+# Parameters set by a model or a paper that can matter more than the method.
 COMPARED = ("window", "kernel", "pooling")
 
 
@@ -25,9 +25,8 @@ COMPARED = ("window", "kernel", "pooling")
 class MethodSetting:
     """One method at one budget.
 
-    label: the method and the parameters that were given, the budget apart: "snapkv kernel=21 codec=kivi:bits=4";
-    for_model adds what came with the model. budget: as text, None for a method without one. parameters: all of them,
-    JSON-ready.
+    label: the method and its given parameters without the budget: "snapkv kernel=21 codec=kivi:bits=4"; for_model adds
+    those that the model sets. budget: as text, None for a method without one. parameters: all, JSON-ready.
     """
 
     method: str
@@ -38,18 +37,18 @@ class MethodSetting:
     given: dict[str, Any] = field(default_factory=dict)
 
     def for_model(self, model: Any, tokenizer: Any = None) -> MethodSetting:
-        """This setting with nothing left open, in plan, parameters and label; see Plan.for_model. Raises PlanError."""
+        """Return this setting with plan, parameters and label fully specified; see Plan.for_model. Raises PlanError."""
         return _setting(self.method, self.given, self.plan.for_model(model, tokenizer))
 
     def described(self) -> dict[str, Any]:
-        """Describe it for a results directory."""
+        """Return the entry of a results directory."""
         names = ("label", "budget", "method", "parameters")
         paper = {"paper": True} if self.given.get("paper") else {}
         return {**{name: getattr(self, name) for name in names}, **paper}
 
 
 def setting(method: str, given: dict[str, Any]) -> MethodSetting:
-    """Make a setting, whose shares have no floor unless `given` says so: short prompts are to show what a method drops.
+    """Return a setting with shares without a floor unless `given` sets one, so that effects show on short prompts.
 
     Raises PlanError.
     """
@@ -70,10 +69,10 @@ def _setting(method: str, given: dict[str, Any], made: Plan) -> MethodSetting:
 
 
 def settings(methods: Sequence[tuple[str, dict[str, Any]]], budgets: Sequence[str]) -> list[MethodSetting]:
-    """Full KV first, whether it is named or not, then each budget with all methods.
+    """Return full KV, named or not, then each budget with all methods.
 
-    methods: names and given parameters. A method that takes a budget and was given none runs at each of `budgets` (at
-    its default without any). Raises PlanError, also for a setting that is named twice.
+    methods: names and given parameters. A method with a budget that was not given runs at each of `budgets` (default:
+    its own). Raises PlanError, also for a duplicate.
     """
     out = [setting(FULL, {})]
     asked: Sequence[str | None] = budgets or [None]
@@ -86,14 +85,14 @@ def settings(methods: Sequence[tuple[str, dict[str, Any]]], budgets: Sequence[st
             one = setting(method, {**given, "budget": budget} if takes and budget is not None else given)
             if not takes and one in out and budget != asked[0]:
                 continue
-            # With `paper` and without, a label is the same until the model is known.
+            # `paper` changes a label only once the model is known.
             _check_new(one, out, lambda each: (each.label, each.budget, each.given.get("paper", False)))
             out.append(one)
     return out
 
 
 def on_model(settings: Sequence[MethodSetting], model: Any, tokenizer: Any = None) -> list[MethodSetting]:
-    """Settings with nothing left open. Raises PlanError, also for two that have become one."""
+    """Return fully specified settings. Raises PlanError, also for two that become equal."""
     out: list[MethodSetting] = []
     for each in settings:
         one = each.for_model(model, tokenizer)
@@ -108,7 +107,7 @@ def _check_new(one: MethodSetting, others: Sequence[MethodSetting], identity: Ca
 
 
 def warn_unlike(settings: Sequence[MethodSetting]) -> None:
-    """Warn (KvsieveWarning) where compared methods run with unlike settings."""
+    """Warn (KvsieveWarning) if compared methods run with different settings."""
     found = unlike_settings(settings)
     if found:
         warnings.warn(
@@ -120,10 +119,9 @@ def warn_unlike(settings: Sequence[MethodSetting]) -> None:
 
 
 def unlike_settings(settings: Sequence[MethodSetting]) -> list[str]:
-    """Return a clause for each parameter in which a method has no value in common with the first one.
+    """Return a clause for each parameter in which a method shares no value with the first one.
 
-    Two methods of kvsieve that both have their own defaults, or what came with the model, differ by design and are
-    left out.
+    Two methods of kvsieve that both have their own defaults, or those of the model, differ by design and are skipped.
     """
     methods: dict[str, list[MethodSetting]] = {}
     for each in settings:
@@ -141,12 +139,12 @@ def unlike_settings(settings: Sequence[MethodSetting]) -> list[str]:
 
 
 def parameter_values(parameters: Iterable[Mapping[str, Any]], name: str) -> list[str]:
-    """Return the values that a parameter, or that of a wrapper's base, has among those of several settings."""
+    """Return the values of a parameter, or of a wrapper's base, in several settings."""
     found = (each.get(name, each.get(f"base.{name}")) for each in parameters)
     return list(dict.fromkeys(str(value) for value in found if value is not None))
 
 
 def _is_chosen(setting: MethodSetting, name: str) -> bool:
-    """Tell whether a value was given, came with ``paper=True``, or is of a method that is not kvsieve's."""
+    """Return True if a value was given, comes from ``paper=True``, or belongs to a method outside kvsieve."""
     ours = REGISTERED.get(canonical(setting.method), "").startswith(BUILT_IN)
     return not ours or name in setting.given or bool(setting.given.get("paper"))

@@ -1,4 +1,4 @@
-"""Tables that compare settings with full KV and with a baseline, of one model or of several side by side."""
+"""Tables that compare settings with full KV and a baseline, for one or more models."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Compared:
     """One subject with all its figures.
 
     Attributes:
-        subject: Whose rows they are.
-        baseline: Label that settings are compared with at their budgets; None for full KV alone.
+        subject: owner of the rows.
+        baseline: label to compare settings with at equal budgets; None for full KV alone.
     """
 
     subject: Subject
@@ -58,14 +58,14 @@ class Compared:
 
 
 def compared(subjects: Sequence[Subject], baseline: str | None = None) -> list[Compared]:
-    """Subjects, each with the label that `baseline` stands for there.
+    """Return the subjects, each with its label of `baseline`.
 
     Args:
-        subjects: At least one.
-        baseline: A label, or a method that has one label.
+        subjects: at least one.
+        baseline: a label, or a method that has one label.
 
     Raises:
-        InputError: No subject has the baseline, or one has it under several labels.
+        InputError: no subject has the baseline, or one has it under several labels.
     """
     if baseline is None:
         return [Compared(each) for each in subjects]
@@ -88,7 +88,7 @@ def _label(subject: Subject, baseline: str) -> str | None:
 
 
 def comparison_tables(entries: Sequence[Compared]) -> list[Table]:
-    """One per length and question mode, longest first: score, differences, distance, and costs as ratios to full KV."""
+    """Return a table per length and question mode: score, differences, distance, and cost ratios to full KV."""
     lengths = sorted(distinct(cell.length for each in entries for cell in each.means), reverse=True)
     return [
         _comparison(entries, length, question)
@@ -134,7 +134,7 @@ def _difference(found: dict[Place, MeanEstimate], cell: Cell) -> list[str]:
 
 
 def verdict_text(one: MeanEstimate) -> str:
-    """The verdict in words."""
+    """Return the verdict in words."""
     if one.verdict == "few":
         return "too few samples" if one.n < FEWEST or one.clusters < FEWEST_DIFFERENT else "too few differ"
     return "level" if one.verdict == "level" else f"{one.verdict} ({one.chance})"

@@ -1,4 +1,4 @@
-"""The report of several results directories: models and machines side by side."""
+"""Report of several results directories: models and machines side by side."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _GUIDE = (
 
 
 def write_comparison(entries: Sequence[Compared], folder: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
-    """Write report.html, tables.md and plots/ of several subjects into `folder`. Returns the files written.
+    """Write report.html, tables.md and plots/ of several subjects into `folder`; return the files.
 
-    Raises InputError for a format it does not know, KvsieveError where matplotlib is missing.
+    Raises InputError for an unknown format, KvsieveError if matplotlib is missing.
     """
     check_formats(formats)
     pictures = frontiers(entries, png="png" in formats)
@@ -68,7 +68,7 @@ def _page(entries: Sequence[Compared], pictures: Sequence[Picture]) -> str:
 
 
 def warnings(entries: Sequence[Compared]) -> list[str]:
-    """List what a reader must know before comparing rows of different models."""
+    """Return caveats for comparing rows of different models."""
     texts = []
     tasks = {frozenset(each.subject.results.tasks) for each in entries}
     if len(tasks) > 1:
@@ -96,7 +96,7 @@ def _subjects(entries: Sequence[Compared]) -> Table:
 
 
 def _per_subject(entries: Sequence[Compared], interval: Callable[[Cell], str]) -> list[list[Table]]:
-    """Tables of scores per task, distances and costs, each with its subject in the title."""
+    """Return tables of scores per task, distances and costs, each with its subject in the title."""
     made = [(each, make_tables(each.subject.results, interval, each.from_full)) for each in entries]
 
     def titled(name: str) -> list[Table]:

@@ -1,4 +1,4 @@
-"""The costs of each setting, measured alone: one prompt, one method, one after another in rotated order."""
+"""Costs of each setting: one prompt and method at a time, in rotated order."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ BINS = 64
 
 
 def measure_costs(grid: Grid, evaluator: Evaluator, writer: ResultsWriter) -> None:
-    """Add what is missing of the cost rows: every setting `grid.cost_samples` times at every length.
+    """Measure missing cost rows: every setting `grid.cost_samples` times at every length.
 
-    The prompts are needle prompts; `NEW_TOKENS` tokens are generated, whatever they say. When a setting is added
-    later, full KV is measured again beside it, so that ratios are taken within one run.
+    Prompts are needle prompts; `NEW_TOKENS` tokens are generated in any case. For settings added later, full KV is
+    measured again, so that ratios are taken within one run.
     """
     needle = Needle(load_haystack("topics"))
     full = grid.settings[0]
@@ -47,12 +47,12 @@ def measure_costs(grid: Grid, evaluator: Evaluator, writer: ResultsWriter) -> No
             for each in measured[turned:] + measured[:turned]:
                 row = {"length": length, "repeat": repeat, "seed": grid.seed, "env": writer.env}
                 rows.append(row | measure_one(evaluator, each, ids))
-            # A repeat at once: its ratios must not come from two moments.
+            # A repeat is written as a whole, so that its ratios belong to one run.
             writer.costs.add(sorted(rows, key=lambda row: row["label"] != full.label))
 
 
 def measure_one(evaluator: Evaluator, setting: MethodSetting, ids: Tensor) -> Row:
-    """One prompt [1, N] under one setting, read and answered alone."""
+    """Measure one prompt [1, N] under one setting, prefilled and answered alone."""
     ids = ids.to(evaluator.model.device)
     with attach(evaluator.model, setting.plan.for_tokenizer(evaluator.prompter.tokenizer)) as sieve:
         result = sieve.generate(
@@ -84,6 +84,6 @@ def measure_one(evaluator: Evaluator, setting: MethodSetting, ids: Tensor) -> Ro
 
 
 def kept_map(result: GenerateResult) -> list[list[float]]:
-    """[layers][BINS]: the share of the prompt's tokens that are still stored, mean over KV heads, by position."""
+    """Return [layers][BINS]: share of the prompt's tokens still stored, mean over KV heads, by position."""
     shares = result.kept.map(BINS, tokens=result.stats.prompt_tokens, stored=True)
     return [[round(each, 4) for each in row] for row in shares.tolist()]

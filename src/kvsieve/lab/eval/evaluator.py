@@ -1,4 +1,4 @@
-"""One sample under many plans: prompts are prefilled once if that changes nothing, answers decoded together."""
+"""Samples under many plans, with shared prefill where results do not change, and batched decoding."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Evaluator:
     Args:
         model: a causal language model of transformers.
         tokenizer: its tokenizer.
-        batch: answers decoded together at most.
+        batch: most answers decoded together.
         chunk: prompt tokens per forward pass; None for all at once.
     """
 
@@ -71,12 +71,12 @@ class Evaluator:
         """Return a row per sample and method, full KV first: answers, score, KL, entries kept.
 
         Args:
-            task: rows with "context", "question" and "answer"; their file (.jsonl); or a task of kvsieve.lab.tasks.
-            methods: names ("snapkv:budget=20%"; shares have no floor), role objects (fields at their default come with
-                the model, as by name) and plans (run as they are); a dict gives labels.
+            task: rows with "context", "question" and "answer"; their file (.jsonl); or a task of kvsieve.tasks.
+            methods: names ("snapkv:budget=20%"; shares have no floor), role objects (default fields are set by the
+                model, as for names) and plans (run as they are); a dict gives labels.
             score: of rows: contains, exact, f1, rouge, a function (answer, expected) or "package.module:function".
-            options: `length`, tokens of a prompt at most (as long as the rows; 2048 of a task), `samples` (all rows; 25
-                of a task), `question`, "visible" or "hidden" (see `run`), `seed` (0).
+            options: `length`, most tokens of a prompt (default: as long as the rows; 2048 for a task), `samples`
+                (default: all rows; 25 of a task), `question`, "visible" or "hidden" (see `run`), `seed` (0).
 
         Raises:
             InputError: rows, a method or a length that cannot be used.
@@ -88,8 +88,8 @@ class Evaluator:
     def run(self, sample: Sample, plans: Sequence[Plan], question: str) -> list[Outcome]:
         """Return the outcomes of `plans`; the first must be full KV, the reference of the distances.
 
-        question: "visible" when plans act on context and question together; "hidden" when they act on the context
-        alone and the questions follow, kept whole. Raises InputError for independent questions asked visibly.
+        question: "visible" if plans act on context and question together; "hidden" if they act on the context alone and
+        the questions follow uncompressed. Raises InputError for independent visible questions.
         """
         if sample.independent and question == "visible":
             raise InputError("questions on copies of one context are asked hidden only; see --question")
@@ -132,7 +132,7 @@ class Evaluator:
         return outcomes
 
     def _continue(self, state: ReadState, ids: Tensor, fork: bool, act: bool, expected: int) -> ReadState:
-        """Feed `ids` to conversations (to a copy of them with `fork`); with `act` their plan acts on them as well."""
+        """Feed `ids` to conversations (to a copy with `fork`); with `act` their plan acts on them as well."""
         given = torch.cat([state.given, ids], 1)
         plan = state.plans[0] if act else after_prompt(state.plans[0])
         if plan.shortens_prompt:
@@ -155,7 +155,7 @@ class Evaluator:
         return ReadState(state.plans, cache, logits, fed, given, state.order, unseen)
 
     def _read_anew(self, state: ReadState, given: Tensor, unseen: int) -> ReadState:
-        """Prefill conversations again where their rotary tables change with the length."""
+        """Prefill conversations again if their rotary tables change with the length."""
         options = ReadOptions(self.chunk, constraints=PromptConstraints(question_tokens=unseen or None))
         parts = [read_alone(self.model, plan, given, torch.ones_like(given), options) for plan in state.plans]
         cache = parts[0][0] if len(parts) == 1 else stack([cache for cache, _, _ in parts])
@@ -163,7 +163,7 @@ class Evaluator:
         return ReadState(state.plans, cache, logits, parts[0][2], given, state.order, unseen)
 
     def _stacked(self, states: Sequence[ReadState]) -> list[ReadState]:
-        """Stack similar states as rows of one cache; the reference, which comes first, stays alone."""
+        """Stack similar states as rows of one cache; the first, the reference, stays alone."""
         groups = [[states[0]]]
         for state in states[1:]:
             group = next((each for each in groups[1:] if len(each) < self.batch and self._suits(each, state)), None)
@@ -187,7 +187,8 @@ class Evaluator:
     def _suits(self, group: Sequence[ReadState], state: ReadState) -> bool:
         """Return True if a state decodes well as a further row of a group.
 
-        Rows cost what the longest costs: they should be about as long, or all small beside the model's weights.
+        Rows cost as much as the longest: they should have similar lengths, or be small compared with the model's
+        weights.
         """
         first = group[0]
         plans = (group[0].plans[0], state.plans[0])
@@ -202,7 +203,7 @@ class Evaluator:
     def _answer(
         self, states: Sequence[ReadState], turn: QuestionAnswer
     ) -> dict[int, tuple[str, tuple[float, float, float]]]:
-        """Answer greedily: by the plan's number, its answer and its distance to the first row's answer.
+        """Answer greedily; return, by the plan's number, its answer and its distance to the first row's answer.
 
         Distances are the mean KL, the KL of the first token, and the agreement.
         """
@@ -225,7 +226,7 @@ class Evaluator:
         return found
 
     def decode(self, state: ReadState, limit: int, tell: Callable[[AnswerPart], None] | None = None) -> list[Answer]:
-        """Answer greedily, and return the answer of each row up to the end of the turn; the state stays as it is.
+        """Answer greedily, and return the answer of each row up to the end of the turn; the state does not change.
 
         Args:
             state: conversations.
@@ -245,7 +246,7 @@ class Evaluator:
         return answers
 
     def _decode(self, state: ReadState, answers: Sequence[Answer]) -> None:
-        """Decode answers to their end, prefilling each again wherever generate would."""
+        """Decode answers to their end, with a new prefill in the same places as generate."""
         with attach(self.model, after_prompt(state.plans[0])) as sieve:
             rows = Rows(sieve, sieve.adopt(state.cache.fork(share=True)), answers)
             rows.take(state.logits.cpu())
@@ -257,14 +258,14 @@ class Evaluator:
                 self._decode(self._anew_behind(state, row, answer.tokens[known:]), [answer])
 
     def _anew_behind(self, state: ReadState, row: int, made: list[int]) -> ReadState:
-        """Prefill one row and its answer so far, whose next token has other rotary tables, as generate does."""
+        """Prefill one row and its answer again if the rotary tables of its next token differ, as generate does."""
         given = torch.cat([state.given, state.given.new_tensor([made])], 1)
         unseen = state.unseen + len(made) if state.unseen else 0
         alone = ReadState([state.plans[row]], state.cache, state.logits[row : row + 1], given, given, [0])
         return self._read_anew(alone, given, unseen)
 
     def _distributions(self, state: ReadState, reference: list[int], places: Sequence[int]) -> Tensor:
-        """Log-probabilities float32 [rows, len(places), V] of the tokens of `reference` there, given those before."""
+        """Return log-probabilities float32 [rows, len(places), V] of these `reference` tokens, given earlier ones."""
         parts = [state.logits[:, None]] if places[0] == 0 else []
         with attach(self.model, after_prompt(state.plans[0])) as sieve, torch.no_grad():
             cache = sieve.adopt(state.cache.fork(share=True))
@@ -282,7 +283,7 @@ class Evaluator:
 
 
 def _row_bytes(cache: SieveCache) -> int:
-    """Bytes of keys and values as one row among others, where every head is as long as the fullest."""
+    """Return the bytes of keys and values as a row of a batch, with every head as long as the fullest."""
     total = 0
     for layer in cache.all_layers:
         store = layer.memory

@@ -1,4 +1,4 @@
-"""Every cell as a row of a CSV file, in full precision."""
+"""CSV export of every cell, in full precision."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COLUMNS = (
 
 
 def rows_of(entries: Sequence[Compared]) -> list[Row]:
-    """One row per cell and one per mean over tasks; None where something was not measured."""
+    """Return a row per cell and one per mean over tasks, with None for missing values."""
     return [_row(each, cell) for each in entries for cell in [*each.cells, *each.means]]
 
 
@@ -58,7 +58,7 @@ def _of_costs(cost: CostCell | None) -> Row:
 
 
 def write_csv(entries: Sequence[Compared], file: Path) -> None:
-    """Raises KvsieveError where the file cannot be written."""
+    """Write the rows. Raises KvsieveError if the file cannot be written."""
     buffer = io.StringIO(newline="")
     writer = csv.DictWriter(buffer, COLUMNS)
     writer.writeheader()

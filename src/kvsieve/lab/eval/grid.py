@@ -14,15 +14,15 @@ QUESTIONS = ("visible", "hidden")
 
 @dataclass(frozen=True)
 class Unit:
-    """One sample asked in one way: what is computed and written together.
+    """One sample in one question mode: computed and written as a whole.
 
     Attributes:
         task: of the sample.
         length: longest prompt, in tokens.
         question: "visible" or "hidden".
         index: of the sample.
-        document: number of its document among those that the grid asks about, from 1, and how many they are.
-        asked: number of the sample among those of its document, from 1, and how many they are.
+        document: number of its document in the grid, from 1, and the number of documents.
+        asked: number of the sample within its document, from 1, and the number of samples there.
     """
 
     task: Task
@@ -45,9 +45,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class Grid:
-    """tasks x lengths x question modes (those a task has) x samples, under every setting, the first of them full KV.
+    """Tasks x lengths x question modes (those a task has) x samples, under every setting, full KV first.
 
-    Samples are those with indices from `first` up to, not including, `samples`.
+    Samples are those with indices from `first` to `samples`, exclusive.
     """
 
     tasks: Sequence[Task]
@@ -60,10 +60,10 @@ class Grid:
     first: int = 0
 
     def units(self) -> Iterator[Unit]:
-        """Document by document, so that a run that is stopped early has something of everything.
+        """Yield units document by document, so that a run that is stopped early covers every task.
 
-        The samples of one document follow each other, so that it is read once; samples with documents of their own
-        come in order, of each task in turn.
+        The samples of one document are consecutive and share its prefill; samples with documents of their own alternate
+        between tasks.
         """
         documents = [self._documents(task) for task in self.tasks]
         for number in range(max(map(len, documents), default=0)):
@@ -78,14 +78,14 @@ class Grid:
                                 yield Unit(task, length, question, index, document, asked)
 
     def _documents(self, task: Task) -> list[list[int]]:
-        """Indices of a task's samples, a list for each document."""
+        """Return the indices of a task's samples, a list per document."""
         found: dict[int, list[int]] = {}
         for index in range(self.first, min(len(task), self.samples) if isinstance(task, Sized) else self.samples):
             found.setdefault(task.document(index), []).append(index)
         return list(found.values())
 
     def check(self, context: int | None) -> None:
-        """Raises InputError for a grid without samples, or lengths the model's context has no room for."""
+        """Raise InputError for a grid without samples, or lengths that exceed the model's context."""
         if not any(question in task.modes for task in self.tasks for question in self.questions):
             names = ", ".join(task.name for task in self.tasks)
             raise InputError(

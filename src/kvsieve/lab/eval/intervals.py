@@ -1,6 +1,6 @@
-"""Means with their 95% intervals and tests, for few samples, equal outcomes and samples that share a document.
+"""Means with 95% intervals and tests, for few samples, equal outcomes and shared documents.
 
-`benchmarks/answers/coverage.py` measures how often the intervals hold and how often a verdict is false.
+`benchmarks/answers/coverage.py` measures the coverage of the intervals and the rate of false verdicts.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 LEVEL = 0.05
-# Fewest samples, and fewest that differ, before a difference is claimed: 6 on one side have p = 2 / 2**6 = 0.031.
+# Fewest samples, and fewest that differ, for a claim: 6 on one side have p = 2 / 2**6 = 0.031.
 FEWEST = 10
 FEWEST_DIFFERENT = 6
-# The least and the greatest difference of two scores.
+# Minimum and maximum of a difference of two scores.
 SCORES = (-1.0, 1.0)
 DRAWS = 10_000
-# Of so many or fewer values that are not 0, all signs are enumerated.
+# All signs are enumerated for at most so many non-zero values.
 _ENUMERATED = 16
 _SEED = 20_260_101
 _Z = 1.959963984540054
@@ -32,14 +32,14 @@ class MeanEstimate:
     """A mean of samples, such as a difference of two settings on them.
 
     Attributes:
-        mean: The mean; of several tasks, each of the same weight.
-        low: Lower end of the 95% interval.
-        high: Upper end of the 95% interval.
-        p: Two-sided, of a sign-flip test.
-        n: Samples.
-        clusters: Documents they are about; samples, where each has its own.
-        different: Clusters whose sum is not 0.
-        tasks: Tasks in the mean.
+        mean: the mean; of several tasks, unweighted.
+        low: lower end of the 95% interval.
+        high: upper end of the 95% interval.
+        p: two-sided, of a sign-flip test.
+        n: samples.
+        clusters: number of documents, or of samples without a shared one.
+        different: clusters with a sum other than 0.
+        tasks: tasks in the mean.
     """
 
     mean: float
@@ -53,7 +53,7 @@ class MeanEstimate:
 
     @property
     def verdict(self) -> str:
-        """lower, higher, level, or few: too few samples, or too few that differ, to claim anything."""
+        """lower, higher, level, or few: too few samples, or too few that differ, for a claim."""
         if self.n < FEWEST or self.clusters < FEWEST_DIFFERENT:
             return "few"
         if self.low <= 0 <= self.high:
@@ -64,7 +64,7 @@ class MeanEstimate:
 
     @property
     def chance(self) -> str:
-        """p as it is written behind a verdict."""
+        """Text of p after a verdict."""
         return next(f"p<{bound}" for bound in (0.001, 0.01, LEVEL, 2) if self.p < bound)
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,15 +79,15 @@ def estimate(
 ) -> MeanEstimate:
     """Return the mean of samples, its 95% interval, and the p of a sign-flip test.
 
-    The interval is Tango's where every value is -1, 0 or 1, samples have a document each and tasks weigh alike.
-    Elsewhere it is Student's over documents, with Satterthwaite's degrees of freedom over tasks; and Gaffke's, which
-    allows for outcomes that were not seen, where fewer than `FEWEST_DIFFERENT` documents differ from the others.
+    The interval is Tango's if every value is -1, 0 or 1, samples have a document each and tasks have equal weights.
+    Otherwise it is Student's over documents, with Satterthwaite's degrees of freedom over tasks; or Gaffke's, which
+    allows for unseen outcomes, if fewer than `FEWEST_DIFFERENT` documents differ from the others.
 
     Args:
-        values: One for each sample, at least one.
-        clusters: The document of each sample; left out, each has its own.
-        tasks: The task of each sample; every task has the same weight in the mean.
-        within: The least and the greatest value a sample can have; None if unknown: equal values then have no interval.
+        values: one for each sample, at least one.
+        clusters: the document of each sample; default: one each.
+        tasks: the task of each sample; every task has the same weight in the mean.
+        within: minimum and maximum of a sample's value; None if unknown: equal values then have no interval.
     """
     units = _Units.of(np.asarray(values, float), clusters, tasks)
     low, high = units.interval(within)
@@ -101,11 +101,11 @@ class _Units:
     """Samples summed by task and document.
 
     Attributes:
-        values: The samples' values, [N].
-        sums: Sum of a unit's samples, [U].
-        sizes: How many these are, [U].
-        parts: What a unit adds to the mean, [U].
-        of_task: The units of each task.
+        values: the samples' values, [N].
+        sums: sum of a unit's samples, [U].
+        sizes: number of a unit's samples, [U].
+        parts: a unit's contribution to the mean, [U].
+        of_task: the units of each task.
     """
 
     values: np.ndarray
@@ -141,7 +141,7 @@ class _Units:
 
     @property
     def strata(self) -> tuple[np.ndarray, ...]:
-        """The units of each task; all together where a task has one document, and so no spread of its own."""
+        """Units of each task; of all tasks together if one has a single document, and so no spread."""
         return self.of_task if all(len(each) > 1 for each in self.of_task) else (np.arange(len(self.sums)),)
 
     def interval(self, within: tuple[float, float] | None) -> tuple[float, float]:
@@ -180,7 +180,7 @@ class _Units:
 
 
 def share_interval(count: float, n: int) -> tuple[float, float]:
-    """Return Clopper and Pearson's 95% interval of a share seen `count` times in n; it holds in at least 95 of 100."""
+    """Return the Clopper-Pearson 95% interval of a share seen `count` times in n; its coverage is at least 95%."""
     low = 0.0 if count <= 0 else _root(lambda x: _beta(count, n - count + 1, x) - LEVEL / 2, 0.0, 1.0)
     high = 1.0 if count >= n else _root(lambda x: _beta(count + 1, n - count, x) - (1 - LEVEL / 2), 0.0, 1.0)
     return low, high
@@ -188,7 +188,7 @@ def share_interval(count: float, n: int) -> tuple[float, float]:
 
 @lru_cache(1024)
 def student(freedom: float) -> float:
-    """Return the quantile of Student's t that 2.5% lie above."""
+    """Return the 97.5% quantile of Student's t."""
     return _root(lambda t: LEVEL - _beta(freedom / 2, 0.5, freedom / (freedom + t * t)), 0.0, 1e3)
 
 
@@ -197,9 +197,9 @@ def tango(better: int, worse: int, n: int) -> tuple[float, float]:
     """Return the score interval of a difference of paired shares (Tango, Statistics in Medicine 17, 1998).
 
     Args:
-        better: Pairs in which the first is 1 and the second 0.
-        worse: Pairs in which it is the other way round.
-        n: All pairs.
+        better: pairs in which the first is 1 and the second 0.
+        worse: pairs in which the first is 0 and the second 1.
+        n: all pairs.
     """
 
     def score(delta: float) -> float:
@@ -216,7 +216,7 @@ def tango(better: int, worse: int, n: int) -> tuple[float, float]:
 
 
 def gaffke(values: np.ndarray, within: tuple[float, float]) -> tuple[float, float]:
-    """Return Gaffke's interval of a mean: of values that are 0 or 1 within (0, 1) it is Clopper and Pearson's.
+    """Return Gaffke's interval of a mean; for values 0 or 1 within (0, 1) it is Clopper-Pearson's.
 
     Its ends are quantiles of means under random weights of the values and of one more at the bound.
     """
@@ -231,9 +231,10 @@ def gaffke(values: np.ndarray, within: tuple[float, float]) -> tuple[float, floa
 
 
 def sign_flip(values: np.ndarray) -> float:
-    """Return the two-sided p that the sum of values has under random signs.
+    """Return the two-sided p of the sum of values under random signs.
 
-    Exact where the values that are not 0 are all as large, or at most 16; otherwise of `DRAWS` draws with a fixed seed.
+    Exact if the non-zero values have equal magnitude, or are at most 16; otherwise from `DRAWS` draws with a fixed
+    seed.
     """
     sizes = np.abs(values)
     sizes = sizes[sizes > _TINY * max(sizes.max(initial=0.0), _TINY)]
@@ -257,12 +258,12 @@ def sign_flip(values: np.ndarray) -> float:
 
 @lru_cache(64)
 def _signs(count: int) -> np.ndarray:
-    """Draw signs, [DRAWS, count]; the same for all settings."""
+    """Draw signs, [DRAWS, count]; equal for all settings."""
     return np.random.default_rng([_SEED, count]).integers(0, 2, (DRAWS, count)).astype(np.float32) * 2 - 1
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:
-    """Return where a function that rises crosses 0."""
+    """Return the root of a rising function."""
     for _ in range(60):
         middle = (low + high) / 2
         if function(middle) < 0:

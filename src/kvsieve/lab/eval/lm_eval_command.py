@@ -1,4 +1,4 @@
-"""The command ``kvsieve-lm-eval``: lm-evaluation-harness's own, with ``--model kvsieve`` known to it."""
+"""The command ``kvsieve-lm-eval``: lm-evaluation-harness's own, with ``--model kvsieve`` registered."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> None:
-    """Run the harness's command line, or exit and say what to install where it is missing."""
+    """Run the harness's command line, or exit with an installation hint if it is missing."""
     try:
         importlib.import_module("kvsieve.lab.eval.lm_eval_model")
     except ImportError as error:

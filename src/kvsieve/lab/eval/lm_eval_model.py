@@ -2,8 +2,8 @@
 
     kvsieve-lm-eval --model kvsieve --model_args pretrained=DIR,method=snapkv,budget=20%,kernel=21 --tasks ...
 
-Importing this module registers the model. A harness that loads the entry-point group ``lm_eval.models`` finds it by
-itself; release 0.4.13 does not, so the command ``kvsieve-lm-eval`` imports it and hands over to the harness.
+Importing this module registers the model. A harness that loads the entry-point group ``lm_eval.models`` imports it;
+release 0.4.13 does not, so the command ``kvsieve-lm-eval`` imports it before it starts the harness.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 try:
     from lm_eval.api.registry import register_model
 
-    # From here and not from where it is defined: that file moved between releases.
+    # Imported here, not from the defining file: that moved between releases.
     from lm_eval.models.huggingface import HFLM, get_dtype, stop_sequences_criteria
 except ImportError as error:
     raise ImportError(
@@ -48,22 +48,21 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _CACHE_KEY = "kvsieve_plan"
-# What `kvsieve.plan` takes of any method.
+# Arguments of `kvsieve.plan` for any method.
 _STORED = ("codec", "rest", "prefill")
 
 
 @register_model("kvsieve")
 class KvsieveLM(HFLM):
-    """The harness's own Hugging Face model, with every request answered or scored under a plan.
+    """The harness's own Hugging Face model, answering and scoring under a plan.
 
-    pretrained: as for ``--model hf`` (a directory, a hub id, a loaded model), or "demo", kvsieve's demo model.
-    method, and the method's parameters: as in ``kvsieve.plan("snapkv", budget="20%", kernel=21)``; codec=kivi:bits=4
-    goes with any.
-    chunk: prompt tokens per forward pass, None for all at once. device: "cuda" if there is one, else "cpu", when it is
-    not given. Everything else goes to HFLM.
+    pretrained: as for ``--model hf`` (a directory, a hub id, a loaded model), or "demo", kvsieve's demo model. method,
+    and the method's parameters: as in ``kvsieve.plan("snapkv", budget="20%", kernel=21)``; codec=kivi:bits=4 is valid
+    for any. chunk: prompt tokens per forward pass, None for all at once. device: default "cuda" if available, else
+    "cpu". Other arguments are passed to HFLM.
 
-    Raises PlanError for a missing or unknown method and for an argument that neither the method nor HFLM has, and
-    UnsupportedModelError, before anything runs, for a model the plan cannot run on.
+    Raises PlanError for a missing or unknown method and for an argument unknown to both the method and HFLM, and
+    UnsupportedModelError, before anything runs, for a model that the plan cannot run on.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class KvsieveLM(HFLM):
         self.calls: list[Stats | ScoredContext] = []
         self._sieve: Sieve | None = None
         if arguments.get("device") is None:
-            # HFLM would take "cuda" even where there is none.
+            # HFLM would use "cuda" even if unavailable.
             arguments["device"] = "cuda" if torch.cuda.is_available() else "cpu"
         if pretrained == "demo":
             dtype = get_dtype(arguments.pop("dtype", None) or "auto")
@@ -88,14 +87,14 @@ class KvsieveLM(HFLM):
         context = context_of(self.model.config)
         config = self.model.config.get_text_config(decoder=True)
         if arguments.get("max_length") is None and context != getattr(config, "max_position_embeddings", None):
-            # HFLM would cut prompts where the context ends without the scaling of rotary positions.
+            # HFLM would cut prompts at the context length without rotary scaling.
             self._max_length = context
         self.plan = self.plan.for_model(self.model, self.tokenizer)
         check_model(self.model, self.plan)
         _log.info("kvsieve plan: %s", json.dumps(self.plan.to_dict()))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """As HFLM's. Warns (KvsieveWarning) when the plan acted on no prompt, or not on all."""
+        """As HFLM's. Warns (KvsieveWarning) if the plan acted on no prompt, or not on all."""
         before = len(self.calls)
         with attach(self.model, self.plan) as sieve:
             self._sieve = sieve
@@ -148,7 +147,7 @@ class KvsieveLM(HFLM):
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """As HFLM's under full KV; else each context is read once under the plan, see `loglikelihood.score`."""
+        """As HFLM's under full KV; else each context is prefilled once under the plan, see `loglikelihood.score`."""
         if not self.plan.roles:
             return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
         pairs = [loglikelihood.split(context, continuation, self.max_length) for _, context, continuation in requests]
@@ -211,7 +210,7 @@ class KvsieveLM(HFLM):
         super().set_cache_hook(cache_hook)
 
     def get_model_info(self) -> dict[str, Any]:
-        """As HFLM's, and under "kvsieve" the plan and what it did: this goes into the result file's "config"."""
+        """As HFLM's, with the plan and its effects under "kvsieve": part of the result file's "config"."""
         calls = self.calls
         shares = [call.kv_share for call in calls if call.kv_share is not None]
         return super().get_model_info() | {
@@ -228,7 +227,7 @@ class KvsieveLM(HFLM):
 
 
 def _split(method: str | None, arguments: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
-    """The plan that --model_args describe, and the arguments that are left for HFLM."""
+    """Return the plan in --model_args, and the remaining arguments for HFLM."""
     if method is None:
         raise PlanError(f"--model_args names no method; add method=..., one of {', '.join(list_methods())}")
     info = method_info(method)
@@ -237,7 +236,7 @@ def _split(method: str | None, arguments: dict[str, Any]) -> tuple[Plan, dict[st
     rest = {name: value for name, value in arguments.items() if name not in given}
     for name in rest:
         if name not in known:
-            # HFLM would hand it to from_pretrained, where a misspelt parameter of the method goes unnoticed.
+            # HFLM would pass it to from_pretrained, which ignores misspelt parameters.
             close = did_you_mean(name, [*info.parameters, *_STORED, "chunk", *known]).partition(" (")[0]
             takes = ", ".join([*info.parameters, *_STORED, "chunk"])
             raise PlanError(

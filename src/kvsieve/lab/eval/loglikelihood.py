@@ -1,4 +1,4 @@
-"""Log-likelihoods of continuations after a context that was read under a plan."""
+"""Log-likelihoods of continuations after a context prefilled under a plan."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ScoredContext:
-    """Continuations of one context, scored, and what the plan did to the context.
+    """Scored continuations of one context, and the plan's effect on the context.
 
     Attributes:
-        scores: of each continuation, the sum of its tokens' log-probabilities, and whether each of them was the most
-            probable one.
+        scores: per continuation, the sum of its tokens' log-probabilities, and True if each token was the most
+            probable.
         applied: every role of the plan acted.
-        notes: what did not go as asked.
+        notes: deviations from the request.
         prompt_tokens: tokens of the context.
-        kv_share: entries stored once the context was complete, of those under full KV.
+        kv_share: entries stored at the end of the context, as a share of full KV.
     """
 
     scores: list[tuple[float, bool]]
@@ -43,7 +43,7 @@ class ScoredContext:
 def split(context: Sequence[int], continuation: Sequence[int], most: int) -> tuple[Tokens, Tokens]:
     """Cut a context on the left so that at most `most` tokens are fed; the continuation's last token never is.
 
-    Raises InputError for a continuation that has no tokens, or more than `most`.
+    Raises InputError for a continuation without tokens, or with more than `most`.
     """
     if not 0 < len(continuation) <= most:
         raise InputError(
@@ -62,13 +62,13 @@ def score(
     chunk: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> ScoredContext:
-    """Read a context once under a plan, as `generate` does, and score continuations, each on a copy of the cache.
+    """Prefill a context under a plan, as `generate` does, and score continuations, each on a copy of the cache.
 
-    Their tokens are fed as those of an answer: each reads what it would have read had it been generated.
+    Their tokens are fed as those of an answer: each attends as if it had been generated.
 
     Args:
         model: of transformers.
-        plan: with nothing left open.
+        plan: fully specified.
         context: token ids, at least one.
         continuations: token ids, at least one each.
         chunk: context tokens per forward pass, None for all at once.
@@ -91,30 +91,30 @@ def score(
             counts.append(count)
     for at, (tokens, count) in enumerate(zip(continuations, counts, strict=True)):
         if count < len(tokens):
-            # The rotary tables change: generate reads everything so far again.
+            # The rotary tables change: generate prefills everything again.
             rest = score(model, plan, context + tokens[:count], [tokens[count:]], chunk=chunk, dtype=dtype).scores[0]
             scores[at] = (scores[at][0] + rest[0], scores[at][1] and rest[1])
-    # Readers note what they read in the copy that they read.
+    # Readers record their reads in the copy.
     applied, notes = what_ran(plan, cache if plan.read is None else copy)
     share = sum(kept) / max(sum(whole), 1)
     return ScoredContext(scores, applied, notes, cache.turn.record.prompt_tokens, share)
 
 
 def _score(logits: Tensor, tokens: Tokens, dtype: torch.dtype | None) -> tuple[float, bool]:
-    """Score tokens by logits [T, V] before each of them."""
+    """Return the score of tokens by logits [T, V] before each of them."""
     wanted = torch.tensor(tokens, device=logits.device)
     found = logits.log_softmax(-1, dtype=dtype)
     return float(found.gather(-1, wanted[:, None]).sum()), bool((found.argmax(-1) == wanted).all())
 
 
 def changes_first_token(plan: Plan) -> bool:
-    """Tell whether the first token after a prompt is computed from less than the whole of it."""
+    """Return True if the first token after a prompt is computed from only a part of it."""
     drops = plan.evict is not None and plan.evict.when.chunks
     return plan.propagate is not None or plan.shortens_prompt or drops
 
 
 def by_context(pairs: Sequence[tuple[Tokens, Tokens]]) -> Iterator[tuple[Tokens, list[int]]]:
-    """Yield each context, the longest first, with the indices of the pairs that have it."""
+    """Yield each context, longest first, with the indices of its pairs."""
     groups: dict[Tokens, list[int]] = {}
     for index, (context, _) in enumerate(pairs):
         groups.setdefault(context, []).append(index)

@@ -1,4 +1,4 @@
-"""Several results directories as one set: a subject for every model, and machine or run where these differ."""
+"""Merge of results directories: a subject per model, machine or run."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from kvsieve.lab.eval.rows import SAMPLE_KEY, Row
 from kvsieve.lab.eval.texts import texts_of
 from kvsieve.report.labels import distinct
 
-# What must be one and the same for samples of two directories to be the same samples.
+# Facts that must be equal for samples of two directories to be the same.
 _RUN = ("dtype", "seed", "haystack")
 _OUTCOME = ("score", "answers", "kv_entries")
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Results of one model under one set of circumstances.
+    """Results of one model under one set of conditions.
 
     Attributes:
-        name: The model's, and what tells it from other subjects of the same model.
-        model: The model's name without the path or the hub's user.
-        machine: Accelerator or processor of its rows.
-        results: Rows of all its directories, their environments numbered anew.
-        folders: The directories.
+        name: the model's, and the difference to other subjects of the same model.
+        model: the model's name without the path or the hub's user.
+        machine: accelerator or processor of its rows.
+        results: rows of all its directories, with renumbered environments.
+        folders: the directories.
     """
 
     name: str
@@ -38,10 +38,10 @@ class Subject:
 
 
 def subjects(directories: Sequence[Results]) -> list[Subject]:
-    """Merge directories of the same model, dtype, seed, haystack and machine, and name what remains apart.
+    """Merge directories of the same model, dtype, seed, haystack and machine, and name the resulting subjects.
 
-    Raises InputError where directories to be merged contradict each other: another text or sample under the same
-    number, a sample with two outcomes, a label with two sets of parameters.
+    Raises InputError if merged directories contradict each other: different text or sample under one number, a sample
+    with two outcomes, a label with two sets of parameters.
     """
     if not directories:
         raise InputError("no results directory is given; name at least one")
@@ -57,7 +57,7 @@ def _identity(results: Results) -> tuple[Any, ...]:
 
 
 def machine_of(results: Results) -> str:
-    """Accelerators or processors that rows of a directory were computed on."""
+    """Return the accelerators or processors of a directory's rows."""
     environments = results.run["environments"]
     used = {row.get("env") for row in [*results.samples, *results.costs]}
     stamps = [each for number, each in enumerate(environments) if number in used] or environments
@@ -66,7 +66,7 @@ def machine_of(results: Results) -> str:
 
 
 def _name(identity: tuple[Any, ...], others: Sequence[tuple[Any, ...]]) -> str:
-    """The model, and those of its circumstances in which subjects of this model differ."""
+    """Return the model, and the conditions in which its subjects differ."""
     same = [other for other in others if other[0] == identity[0]]
     parts = []
     for place, what in enumerate(("", *_RUN), 1):
@@ -105,7 +105,7 @@ def _merged(parts: Sequence[Results]) -> Results:
     run = {**parts[0].run, "environments": environments, "seconds": sum(part.run["seconds"] for part in parts),
            "tasks": {name: title for part in reversed(parts) for name, title in part.run["tasks"].items()},
            "settings": settings, "data": texts}  # fmt: skip
-    # A copy of a directory brings the same measured times again.
+    # A copy of a directory repeats the same measured times.
     measured = {repr({**row, "env": environments[row["env"]]}): row for row in reversed(costs)}
     return Results(parts[0].folder, run, list(samples.values()), list(measured.values())[::-1])
 
@@ -115,7 +115,7 @@ def _moved(row: Row, before: int) -> Row:
 
 
 def _check_texts(texts: dict[str, str], first: Results, part: Results) -> None:
-    """Add a directory's digests to those by task. Raises InputError for a task on another text than before."""
+    """Add a directory's digests to those by task. Raises InputError for a task with a different text."""
     for task, digest in texts_of(part.run).items():
         if texts.setdefault(task, digest) != digest:
             raise InputError(
@@ -132,7 +132,7 @@ def _contradiction(row: Row, what: str, first: Path, second: Path) -> InputError
 
 
 def _settings(parts: Sequence[Results]) -> list[Row]:
-    """Settings of all. Raises InputError for a label that stands for other parameters in another directory."""
+    """Return the settings of all. Raises InputError for a label with different parameters in another directory."""
     known: dict[tuple[str, str | None], tuple[Row, Path]] = {}
     for part in parts:
         for each in part.run.get("settings", []):

@@ -1,4 +1,4 @@
-"""The result of one plan on one sample, and the row that it is written as."""
+"""The result of one plan on one sample, and its row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvsieve.lab.eval.rows import Row
 from kvsieve.lab.tasks.public import recorded
 from kvsieve.lab.tasks.samples import Sample
 
-# Answer tokens of full KV over which other plans' distributions are compared with it.
+# Answer tokens of full KV at which distributions are compared.
 _COMPARED = 32
 
 
@@ -61,7 +61,7 @@ def sample_row(unit: Unit, sample: Sample, setting: MethodSetting, outcome: Outc
 
 
 def compared_places(length: int, spread: bool) -> list[int]:
-    """Return the tokens of an answer at which distributions are compared: the first ones, or some throughout."""
+    """Return the tokens of an answer at which distributions are compared: the first ones, or spread evenly."""
     if not spread or length <= _COMPARED:
         return list(range(min(length, _COMPARED)))
     return [i * (length - 1) // (_COMPARED - 1) for i in range(_COMPARED)]

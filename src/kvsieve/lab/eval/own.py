@@ -1,4 +1,4 @@
-"""Comparisons from Python: any task, or rows, under names of methods, plans and role objects."""
+"""Comparisons from Python: any task or rows, under methods, plans and role objects."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SAMPLES = 25
 
 
 class SampleRunner(Protocol):
-    """An Evaluator, for what compares with it."""
+    """The part of an Evaluator used by comparisons."""
 
     model: Any
     prompter: Prompter
@@ -75,17 +75,17 @@ def compared_rows(
 
 
 def whole_length(task: DocumentTask, model: Any, count: Count) -> int:
-    """Return the tokens of a task's longest prompt, at most what the model's context has beside an answer."""
+    """Return the tokens of a task's longest prompt, at most the model's context less an answer."""
     longest = task.tokens(count)
     context = context_of(model.config)
     return longest if context is None else min(longest, context - task.answer_tokens)
 
 
 def compared_settings(methods: Methods, model: Any, tokenizer: Any) -> list[MethodSetting]:
-    """Return full KV and the settings of methods, with nothing left open.
+    """Return full KV and the settings of methods, fully specified.
 
     Raises:
-        InputError: what is no method, or two settings with one label and budget.
+        InputError: an invalid method, or two settings with one label and budget.
     """
     if isinstance(methods, Method):
         methods = [methods]
@@ -123,12 +123,12 @@ def _setting(method: Method, model: Any, tokenizer: Any) -> MethodSetting:
     came = {} if plan.filled is None else plan.filled.values
     label = " ".join([plan.name, *(f"{name}={value}" for name, value in came.items())])
     budgets = [str(budget) for role in plan.roles for budget in budgets_of(vars(plan)[role])]
-    # A role object says all of its parameters.
+    # A role object has all of its parameters.
     return MethodSetting(plan.name, label, budgets[0] if budgets else None, parameters, plan, parameters)
 
 
 def _parameters_of(plan: Plan) -> dict[str, Any]:
-    """Return the fields of what evicts and propagates, JSON-ready; a wrapper's base included."""
+    """Return the fields of evictor and propagator, JSON-ready, including a wrapper's base."""
     parts: list[Role | None] = [plan.propagate, plan.evict]
     if isinstance(plan.evict, DelegatingEvictor):
         parts.append(plan.evict.base)

@@ -1,4 +1,4 @@
-"""All pictures of a results directory, drawn and encoded."""
+"""Pictures of a results directory, drawn and encoded."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NEEDLE = "needle"
-# Name, kind, title, what it shows in words, and what draws it.
+# Name, kind, title, description, and drawing function.
 Wanted = tuple[str, str, str, str, Callable[[], "Figure"]]
 
 
 def draw(results: Results, png: bool = True) -> list[Picture]:
-    """Draw the pictures of one results directory. Raises KvsieveError where matplotlib is missing."""
+    """Draw the pictures of one results directory. Raises KvsieveError if matplotlib is missing."""
     return drawn(_wanted(results), png)
 
 
 def drawn(wanted: Iterable[Wanted], png: bool) -> list[Picture]:
-    """Draw and encode. png: also as PNG; without, only those whose SVG is large."""
+    """Draw and encode. png: also as PNG; else only those with a large SVG."""
     found = []
     with style():
         for name, kind, title, alt, make in wanted:

@@ -1,4 +1,4 @@
-"""Pictures of accuracy, cost and distance to full KV. Each function makes one Figure from aggregated cells."""
+"""Plots of accuracy, cost and distance to full KV: each function returns a Figure of aggregated cells."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FRONTIER_COLOUR = "#8a8a8a"
 
 
 def accuracy_by_budget(parts: Sequence[Cell], titles: Mapping[str, str], style: Mapping[str, Look]) -> Figure:
-    """A panel per task: score against budget with 95% intervals, full KV as a dashed line.
+    """Plot score against budget with 95% intervals, full KV as a dashed line; a panel per task.
 
     parts: cells of one length and question mode.
     """
@@ -61,7 +61,7 @@ def accuracy_by_budget(parts: Sequence[Cell], titles: Mapping[str, str], style: 
 def _score_lines(
     axes: Axes, parts: Sequence[Cell], labels: Sequence[str], style: Mapping[str, Look], places: Mapping[str, float]
 ) -> dict[str, object]:
-    """Draws one panel. Returns label -> what stands for it in the legend."""
+    """Draw one panel. Returns label -> legend handle."""
     handles: dict[str, object] = {}
     span = max(places.values()) - min(places.values()) or 1.0
     for index, label in enumerate(labels):
@@ -94,9 +94,9 @@ def _percent_grid(axes: Axes) -> None:
 
 
 def trade_off(means: Sequence[Cell], costs: Sequence[CostCell], style: Mapping[str, Look]) -> Figure:
-    """Mean score against KV memory, time per token and time to the first token, each with its frontier.
+    """Plot mean score against KV memory, time per token and time to first token, each with its frontier.
 
-    means, costs: of one length and question mode. Without costs the share of KV entries stands for memory.
+    means, costs: of one length and question mode. Without costs the share of KV entries is used for memory.
     """
     from matplotlib.lines import Line2D
 
@@ -152,14 +152,14 @@ def _scatter(
         cell, x = points[index]
         across, up = (axes.transScale + axes.transLimits).transform((x, 100 * cell.score))
         if any(abs(across - other) < 0.12 and abs(up - height) < 0.09 for other, height in taken):
-            continue  # its text would lie on a better point's
+            continue  # its text would cover a better point's
         taken.append((across, up))
         axes.annotate(cell.budget or "all", (x, 100 * cell.score), (0, 7), textcoords="offset points", fontsize=7.5,
                       ha="center", zorder=4)  # fmt: skip
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the points (cost, score) that no point of the same or lower cost reaches, by rising cost."""
+    """Return the indices of the Pareto-optimal points (cost, score), by rising cost."""
     best = float("-inf")
     chosen = []
     for index in sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1])):
@@ -170,10 +170,10 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def latency(costs: Sequence[CostCell]) -> Figure:
-    """Horizontal bars per label and budget: prefill and decode time of one answer. costs: of one length."""
+    """Plot prefill and decode time of one answer as horizontal bars per label and budget. costs: of one length."""
     labels = distinct(cell.label for cell in costs)
     names = {label: wrap(label, 30, 3) for label in labels}
-    # A group is as high as its bars or as its name, whichever needs more.
+    # A group's height fits both its bars and its name.
     heights = {
         label: max(sum(cell.label == label for cell in costs), 0.62 * (names[label].count("\n") + 1))
         for label in labels
@@ -206,7 +206,7 @@ def latency(costs: Sequence[CostCell]) -> Figure:
 
 
 def _time_bar(axes: Axes, y: float, cell: CostCell) -> float:
-    """Draws one bar. Returns its length in seconds."""
+    """Draw one bar. Returns its length in seconds."""
     prefill = cell.median("ttft_s") or 0.0
     step = cell.median("tpot_s") or 0.0
     decode = step * max(cell.new_tokens - 1, 0)
@@ -222,7 +222,7 @@ def _time_bar(axes: Axes, y: float, cell: CostCell) -> float:
 
 
 def fidelity(means: Sequence[Cell], style: Mapping[str, Look]) -> Figure:
-    """Distance to full KV against budget: KL divergence and share of tokens with the same top choice."""
+    """Plot distance to full KV against budget: KL divergence and share of tokens with the same top choice."""
     from matplotlib.lines import Line2D
     from matplotlib.ticker import LogLocator, NullFormatter
 

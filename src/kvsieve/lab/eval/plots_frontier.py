@@ -1,4 +1,4 @@
-"""Pictures of what quality costs: score or KL against memory and time, a row of panels per model and length."""
+"""Plots of quality against cost: score or KL against memory and time, a row of panels per model and length."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _share(cell: Cell, cost: CostCell | None) -> float | None:
     return None if cell.kv_share is None else 100 * cell.kv_share
 
 
-# How a file names it, how an axis does, and its value.
+# Name in files, axis label, and value.
 _COSTS: tuple[tuple[str, str, Cost], ...] = (
     ("kept", "KV entries kept (%)", _share),
     ("memory", "KV memory (MiB)", _memory),
@@ -77,7 +77,7 @@ _ALT = (
 
 
 def short_names(entries: Sequence[Compared]) -> dict[str, str]:
-    """Label -> the method alone, where no model was evaluated with two labels of it."""
+    """Return label -> the method alone, if no model has two labels of it."""
     labels = [each.subject.results.labels for each in entries]
     methods = [[label.split()[0] for label in mine] for mine in labels]
     alone = {method for mine in methods for method in mine if all(each.count(method) < 2 for each in methods)}
@@ -85,12 +85,12 @@ def short_names(entries: Sequence[Compared]) -> dict[str, str]:
 
 
 def frontiers(entries: Sequence[Compared], png: bool = True) -> list[Picture]:
-    """Draw all of them. png: also as PNG. Raises KvsieveError where matplotlib is missing."""
+    """Draw all of them. png: also as PNG. Raises KvsieveError if matplotlib is missing."""
     return drawn(planned(entries), png)
 
 
 def planned(entries: Sequence[Compared]) -> Iterator[Wanted]:
-    """Pictures per question mode: score and KL against each kind of cost that was measured, and task groups."""
+    """Yield pictures per question mode: score and KL against each measured cost, and task groups."""
     names = short_names(entries)
     look = looks(distinct(names.values()))
     questions = distinct(cell.question for each in entries for cell in each.means)
@@ -113,7 +113,7 @@ def planned(entries: Sequence[Compared]) -> Iterator[Wanted]:
 def _panels(
     each: Compared, question: str, across: tuple[str, Cost], measure: str, names: dict[str, str]
 ) -> Iterator[_Panel]:
-    """One per length."""
+    """Yield a panel per length."""
     parts = [cell for cell in each.cells if cell.question == question]
     for length in sorted(distinct(cell.length for cell in parts)):
         means = _same_tasks([cell for cell in parts if cell.length == length])
@@ -123,7 +123,7 @@ def _panels(
 
 
 def _groups(each: Compared, question: str, names: dict[str, str]) -> Iterator[_Panel]:
-    """One per length and group; a group is what tasks' names begin with."""
+    """Yield a panel per length and group of tasks; the group is the prefix of a task's name."""
     parts = [cell for cell in each.cells if cell.question == question]
     for length in sorted(distinct(cell.length for cell in parts)):
         mine = [cell for cell in parts if cell.length == length]
@@ -135,7 +135,7 @@ def _groups(each: Compared, question: str, names: dict[str, str]) -> Iterator[_P
 
 
 def _same_tasks(parts: Sequence[Cell]) -> list[Cell]:
-    """Means of the settings that ran on most tasks, and of full KV over the same ones: others are no match for them."""
+    """Return the means of the settings with most tasks, and of full KV over the same ones."""
     tasks: dict[tuple[str, str | None], set[str]] = {}
     for cell in parts:
         if cell.label != FULL:
@@ -146,7 +146,7 @@ def _same_tasks(parts: Sequence[Cell]) -> list[Cell]:
 
 
 def _points(each: Compared, means: Sequence[Cell], cost: Cost, measure: str, names: dict[str, str]) -> list[_Point]:
-    """KL of zero, full KV's, has no place on a logarithmic axis."""
+    """Return the points. KL of zero, full KV's, has no place on a logarithmic axis."""
     found = []
     for cell in means:
         x = cost(cell, each.costs.get((cell.length, cell.label, cell.budget)))

@@ -1,4 +1,4 @@
-"""Heat maps: where in the prompt a needle is found, and which tokens each layer keeps."""
+"""Heat maps: needles found by position, and tokens kept by each layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLOUR_MAP = "cividis"
 
 
 def needle_map(samples: Sequence[Row], labels: Sequence[str]) -> Figure:
-    """Score by depth of the needle and prompt length, a panel per label and budget; a single length: depth by budget.
+    """Plot score by needle depth and prompt length, a panel per label and budget. A single length: depth by budget.
 
     samples: of the task "needle" in one question mode, each with meta.depth.
     """
@@ -80,7 +80,7 @@ def _is_tenth(low: int, x: float) -> bool:
 
 
 def _depth_bins(samples: Sequence[Row]) -> dict[str, Callable[[float], bool]]:
-    """Name of the row in the map -> which depths belong to it."""
+    """Return name of the map's row -> predicate of its depths."""
     depths = sorted(distinct(round(row["meta"]["depth"], 3) for row in samples))
     if len(depths) <= _MOST_DEPTHS:
         return {f"{100 * depth:g}": functools.partial(_is_depth, depth) for depth in depths}
@@ -118,12 +118,12 @@ def _score_cells(axes: Axes, values: np.ndarray, rows: list[str], columns: list[
 
 
 def has_map(cell: CostCell) -> bool:
-    """Full KV keeps everything: nothing to see."""
+    """Return True unless everything is kept."""
     return cell.kept is not None and cell.label != FULL
 
 
 def kept_map(costs: Sequence[CostCell]) -> Figure:
-    """Share of tokens that each layer keeps, by position in the prompt, a panel per label and budget.
+    """Plot the share of tokens kept by each layer, by position in the prompt, a panel per label and budget.
 
     costs: of one length.
     """
@@ -161,7 +161,7 @@ def _panel_grid(
     texts: tuple[str, str, str],
     ticks: Sequence[float] | None = None,
 ) -> Figure:
-    """Rows are labels, columns budgets. panel: inches. texts: of the x axis, the y axis and the colour bar."""
+    """Plot rows of labels, columns of budgets. panel: inches. texts: of the x axis, the y axis and the colour bar."""
     given, runs = _columns(labels, budgets, value)
     width = _NAME_WIDTH + panel[0] * given + 1.1
     figure = new_figure(width, 0.9 + len(labels) * (panel[1] + 0.12))
@@ -197,9 +197,9 @@ def _panel_grid(
 def _columns(
     labels: Sequence[str], budgets: Sequence[str | None], value: Callable[[str, str | None], np.ndarray | None]
 ) -> tuple[int, dict[tuple[int, int], str | None]]:
-    """Number of columns of the grid, and the budget at each place (row, column) that is taken."""
+    """Return the number of columns, and the budget at each used place (row, column)."""
     known = {label: [budget for budget in budgets if value(label, budget) is not None] for label in labels}
-    # What has no budget stands in the first column: one of its own only where a label is there with and without.
+    # Labels without a budget use the first column; it is separate only if a label occurs with and without one.
     own = any(None in found and len(found) > 1 for found in known.values())
     columns: Sequence[str | None] = budgets if own else [each for each in budgets if each is not None] or [None]
     places = {

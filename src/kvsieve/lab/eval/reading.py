@@ -1,4 +1,4 @@
-"""Reading prompts under many plans: a document once, whoever asks about it and however often."""
+"""Prefill of prompts under many plans, with a document prefilled once for all plans and questions."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from kvsieve.planning.roles import ChunkedEvictor
 from kvsieve.shared.prefix import PrefixNodes, SharedPrefix, read_prefix
 from kvsieve.shared.prompt import read_alone, read_shared
 
-# A document is read once but for its last tokens: this many, or the next multiple of it that no plan looks back beyond.
+# Last document tokens excluded from the shared prefill: this many, or the next multiple that covers every plan's
+# observation window.
 _WINDOW = 32
-# Room for a question behind a document; a longer one has the buffers copied.
+# Room for a question after a document; a longer one copies the buffers.
 _ROOM = 512
-# Note on a method that shares no prefill with others.
+# Note on a method without a shared prefill.
 ALONE = "it prefills the whole prompt by itself, and its first token includes that"
 
 
@@ -37,8 +38,8 @@ class ReadState:
         cache: the rows.
         logits: [rows, V] after the last token fed.
         fed: int64 [1, N], the tokens fed to all of them.
-        given: the conversation they stand for, which is longer where a plan reads only some of its tokens.
-        order: numbers of the plans among those that were asked for.
+        given: the full conversation, longer than `fed` if a plan processes only some of its tokens.
+        order: indices of the plans in the request.
         unseen: last tokens of `given` that the plans did not act on.
     """
 
@@ -53,14 +54,14 @@ class ReadState:
 
 @dataclass
 class _Document:
-    """A context and what was read of it.
+    """A context and its prefilled states.
 
     Attributes:
         context: int64 [1, N].
-        plans: what it was read for.
-        going_on: those that go on from `prefix`; others read every prompt whole.
-        prefix: all but its last tokens; None where it cannot be read in parts, or is too short to be worth it.
-        hidden: by the plan's number, its state once it has acted on the context alone, and the entries it was to keep.
+        plans: all plans.
+        going_on: plans that continue from `prefix`; others prefill every prompt fully.
+        prefix: all but its last tokens; None if it cannot be prefilled in parts, or is too short.
+        hidden: by the plan's number, its state after acting on the context alone, and its target number of entries.
     """
 
     context: Tensor
@@ -71,14 +72,14 @@ class _Document:
 
 
 class DocumentReader:
-    """Reads prompts under many plans, and keeps what it has read of the last context.
+    """Prefills prompts under many plans, and caches the states of the last context.
 
     Args:
         model: of transformers.
         chunk: see ReadOptions.
-        store: kvsieve.store.PrefixStore of what it prefills; None for none.
+        store: kvsieve.store.PrefixStore for its prefills; None for none.
         tokenizer: of the model, for the store.
-        room: tokens that buffers leave room for behind a context; where more follow, they are copied.
+        room: tokens that buffers reserve after a context; longer prompts copy them.
     """
 
     def __init__(
@@ -89,11 +90,11 @@ class DocumentReader:
         self._document: _Document | None = None
 
     def forget(self) -> None:
-        """Free what was read."""
+        """Free the cached states."""
         self._document = None
 
     def after_context(self, plans: list[Plan], context: Tensor, expected: int) -> list[ReadState]:
-        """Return every plan's state once it has acted on the context alone; not to be fed to, but forked.
+        """Return every plan's state after acting on the context alone; to be forked before feeding.
 
         Args:
             plans: the first of them full KV.
@@ -101,7 +102,7 @@ class DocumentReader:
             expected: tokens that may follow.
         """
         document = self._of(plans, context)
-        # Some budgets count the tokens that may follow, and differ between questions.
+        # Some budgets depend on the tokens that may follow, and differ between questions.
         counts = [None if plan.evict is None else plan.evict.entries(context.shape[1], expected) for plan in plans]
         known = {i: count for i, (count, _) in document.hidden.items()}
         missing = {i: plan for i, plan in enumerate(plans) if i not in known or known[i] != counts[i]}
@@ -119,7 +120,7 @@ class DocumentReader:
         expected: int,
         only: Sequence[int] | None = None,
     ) -> list[ReadState]:
-        """Return every plan's state once it has acted on context and question together.
+        """Return every plan's state after acting on context and question together.
 
         Args:
             plans: see `after_context`.
@@ -132,16 +133,16 @@ class DocumentReader:
         return self._read(self._of(plans, context), wanted, torch.cat([context, question], 1), expected)
 
     def open(self, plans: list[Plan], context: Tensor, progress: Progress | None = None) -> None:
-        """Prefill a context now, for prompts to come; progress is called with (tokens done, tokens in all)."""
+        """Prefill a context for later prompts; progress is called with (tokens done, total tokens)."""
         self._of(plans, context, progress)
 
     @property
     def prefix(self) -> SharedPrefix | None:
-        """The beginning that prompts with the last context share; None where each of them is read whole."""
+        """The shared prefix of prompts with the last context; None if each is prefilled fully."""
         return None if self._document is None else self._document.prefix
 
     def begin(self, sieve: AttachedModel, ids: Tensor) -> SieveCache | None:
-        """Return a cache in the middle of a prompt that begins with the context; None where the plan reads it whole.
+        """Return a cache in the middle of a prompt that begins with the context; None if the plan prefills it fully.
 
         Only one such cache may be in use at a time.
 
@@ -156,7 +157,7 @@ class DocumentReader:
         return prefix.begins(sieve, plan.evict)
 
     def notes(self, plan: Plan) -> list[str]:
-        """Return a note on a plan under which every prompt is prefilled whole, though others share a prefill."""
+        """Return a note on a plan that prefills every prompt fully while others share a prefill."""
         document = self._document
         alone = document is not None and document.prefix is not None and plan not in document.going_on
         return [ALONE] if alone else []
@@ -181,7 +182,7 @@ class DocumentReader:
         return known
 
     def _read(self, document: _Document, plans: dict[int, Plan], ids: Tensor, expected: int) -> list[ReadState]:
-        """Read a prompt under plans, by their numbers; plans that propagate alike share one reading of it."""
+        """Prefill a prompt under plans, by their numbers; plans with equal propagation share one prefill."""
         states: dict[int, ReadState] = {}
         probing = ReadOptions(self.chunk, expected, probed={})
         for i, plan in plans.items():
@@ -211,11 +212,11 @@ class DocumentReader:
         return [states[i] for i in plans]
 
     def _keeps_to_chunks(self, plan: Plan) -> bool:
-        """Return True for a plan that encodes after every chunk, where prompts are read in chunks."""
+        """Return True for a plan that encodes after every chunk, with prompts in chunks."""
         return self.chunk is not None and keeps_to_chunks(plan)
 
     def _prefix(self, document: _Document, plans: Iterable[Plan], ids: Tensor) -> SharedPrefix | None:
-        """Return what was read of a prompt already, for plans that may go on from there."""
+        """Return the prefilled part of a prompt, for plans that may continue from there."""
         prefix = document.prefix
         if prefix is None:
             return None
@@ -227,7 +228,7 @@ class DocumentReader:
 
 
 def _can_go_on(plan: Plan) -> bool:
-    """Return True for a plan that may read the last tokens of a prompt after the others were read in full."""
+    """Return True for a plan that may process the last tokens of a prompt after a full prefill of the others."""
     evictor = plan.evict
     if plan.drafts or plan.prefill is not None:
         return False

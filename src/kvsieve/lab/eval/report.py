@@ -1,4 +1,4 @@
-"""The report of a results directory: one HTML file that needs nothing else, pictures, and Markdown tables."""
+"""Report of a results directory: a self-contained HTML file, pictures, and Markdown tables."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ GLOSSARY = (
 
 
 def write_report(entry: Compared, formats: Sequence[str] = FORMATS) -> list[Path]:
-    """Write report.html, tables.md and plots/ into the directory of one run. Returns the files written.
+    """Write report.html, tables.md and plots/ into the directory of one run; return the files.
 
-    Raises InputError for a format it does not know, KvsieveError where matplotlib is missing.
+    Raises InputError for an unknown format, KvsieveError if matplotlib is missing.
     """
     check_formats(formats)
     results = entry.subject.results
@@ -67,7 +67,7 @@ def write_report(entry: Compared, formats: Sequence[str] = FORMATS) -> list[Path
 
 
 def check_formats(formats: Sequence[str]) -> None:
-    """Raise InputError for a format that is not known."""
+    """Raise InputError for an unknown format."""
     unknown = [each for each in formats if each not in FORMATS]
     if unknown or not formats:
         raise InputError(f"--formats must name some of {', '.join(FORMATS)}, got {', '.join(unknown) or 'nothing'}")
@@ -93,7 +93,7 @@ def _write(file: Path, content: str) -> Path:
 
 
 def markdown_report(entry: Compared) -> str:
-    """Tables for papers: percent with ± half of the 95% interval."""
+    """Return tables for papers: percent with ± half of the 95% interval."""
     results = entry.subject.results
     tables = make_tables(results, plus_minus, entry.from_full)
     groups = (("Summary", tables.summary), ("Settings", settings_table(results, entry.baseline)),
@@ -122,7 +122,7 @@ def _bold(text: str) -> Markdown:
 
 
 def _differences(entry: Compared) -> list[Table]:
-    """Of results with more than full KV."""
+    """Return tables of differences, if there are settings besides full KV."""
     return comparison_tables([entry]) if entry.from_full else []
 
 
@@ -161,7 +161,7 @@ def _title(results: Results) -> str:
 
 
 def unfolding(tables: Sequence[Table]) -> str:
-    """The first one, and the others on request."""
+    """Return the first table, and the others collapsed."""
     parts = [h.table(each) for each in tables[:1]] + [h.details(each.title, h.table(each)) for each in tables[1:]]
     return "\n".join(parts)
 
@@ -194,7 +194,7 @@ def _duration(seconds: Any) -> str:
 
 
 def _machines(results: Results) -> list[Row]:
-    """The environments, without repetitions that differ in time and command alone."""
+    """Return the environments that differ in more than time and command."""
     found: dict[str, Row] = {}
     for each in results.run.get("environments") or []:
         found.setdefault(str({key: value for key, value in each.items() if key not in ("time", "command")}), each)
@@ -251,7 +251,7 @@ def _not_run(results: Results) -> str:
 
 
 def _examples(results: Results) -> str:
-    """The first sample of every task at the longest length: what was expected, and every answer."""
+    """Return the first sample of every task at the longest length: expected and actual answers."""
     parts = []
     for task, title in results.tasks.items():
         mine = [row for row in results.samples if row["task"] == task]

@@ -1,4 +1,4 @@
-"""A results directory, as `kvsieve eval` writes it, read and checked."""
+"""Reader of results directories, with checks."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class Results:
 
     @property
     def tasks(self) -> dict[str, str]:
-        """Names and titles of the tasks that have samples, in the order of the run."""
+        """Return names and titles of the tasks with samples, in the order of the run."""
         titles = self.run.get("tasks") or {}
         seen = distinct(row["task"] for row in self.samples)
         return {name: str(titles.get(name) or name) for name in [*(n for n in titles if n in seen), *seen]}
 
 
 def load(folder: str | Path) -> Results:
-    """Read and check a results directory. Raises InputError."""
+    """Return a checked results directory. Raises InputError."""
     folder = Path(folder)
     run = read_run(folder / "run.json")
     if run is None:
@@ -76,7 +76,7 @@ def load(folder: str | Path) -> Results:
 
 
 def read_run(file: Path) -> Row | None:
-    """Contents of run.json, checked; None where there is none. Raises InputError."""
+    """Return the checked contents of run.json, or None if it is missing. Raises InputError."""
     data = read_bytes(file)
     if data is None:
         return None
@@ -125,7 +125,7 @@ def _read_lines(file: Path, fields: Mapping[str, Any]) -> list[Row]:
                 rows.append(unsealed(line, fields))
             except ValueError as error:
                 raise InputError(f"{part}, line {number}: {error}; {how_to_mend(part)} and run again") from error
-        # Whoever wrote a line that does not end may have been killed half-way.
+        # An unterminated line may be from a killed process.
         with contextlib.suppress(ValueError):
             rows.append(unsealed(rest, fields))
     for row in rows:
@@ -134,5 +134,5 @@ def _read_lines(file: Path, fields: Mapping[str, Any]) -> list[Row]:
 
 
 def _unique(rows: Iterable[Row], key: Sequence[str]) -> list[Row]:
-    """The first of each key: a run that was resumed, or killed while it packed its rows, may have written one twice."""
+    """Return the first row of each key: an interrupted run may have written duplicates."""
     return list(groups(rows, key, first_only=True).values())

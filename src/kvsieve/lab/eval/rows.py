@@ -1,4 +1,4 @@
-"""Rows of a results directory: the fields of each, its line of JSON with a checksum, and packed files of lines."""
+"""Rows of a results directory: their fields, and JSON lines with checksums."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ COST_FIELDS: dict[str, Any] = {
     "token_s": list,
 }
 SAMPLE_KEY = ("task", "length", "question", "sample", "label", "budget")
-# How a row ends that carries its checksum.
+# End of a row with a checksum.
 _SEAL = re.compile(rb', "checksum": "([0-9a-f]{16})"\}\Z')
 Row = dict[str, Any]
 
 
 def sealed(row: Row) -> bytes:
-    """A row as a line of a file, with a checksum of it at its end."""
+    """Return a row as a line with a checksum at its end."""
     # A model's answer may hold half a character.
     text = json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass")
     return text[:-1] + f', "checksum": "{_checksum(text)}"}}\n'.encode()
 
 
 def unsealed(line: bytes, fields: Mapping[str, Any]) -> Row:
-    """The row of a line, which has at least `fields`. Raises ValueError for another, and for one that was changed.
+    """Return the row of a line with at least `fields`. Raises ValueError for an invalid or changed line.
 
-    Rows without a checksum, as older versions wrote them, are taken as they are.
+    Rows of older versions, without a checksum, are accepted.
     """
     try:
         row = json.loads(line)
@@ -73,7 +73,7 @@ def _checksum(text: bytes) -> str:
 
 
 def row_problem(row: Any, fields: Mapping[str, Any]) -> str | None:
-    """Describe the first field that is missing or of another kind; None for a row that is right."""
+    """Return a description of the first missing or mistyped field, or None for a valid row."""
     if not isinstance(row, dict):
         return f"expected an object, got {type(row).__name__}"
     for name, kind in fields.items():
@@ -92,13 +92,13 @@ def _kind_name(kind: Any) -> str:
 
 
 def document(row: Row) -> tuple[str, Any]:
-    """Return what samples share where they are about one text: its name, or the sample's own number."""
+    """Return the name of a sample's text, or the sample's own number."""
     named = (row.get("meta") or {}).get("document")
     return ("sample", row["sample"]) if named is None else ("document", str(named))
 
 
 def groups(rows: Iterable[Row], key: Sequence[str], first_only: bool = False) -> dict[tuple[Any, ...], Any]:
-    """Rows by their values of `key`: a list of each, or the first of each alone."""
+    """Return rows by their values of `key`: lists, or only the first row of each."""
     found: dict[tuple[Any, ...], Any] = {}
     for row in rows:
         name = tuple(row[part] for part in key)
@@ -110,14 +110,14 @@ def groups(rows: Iterable[Row], key: Sequence[str], first_only: bool = False) ->
 
 
 def finite(value: Any) -> Any:
-    """Replace numbers that JSON cannot write by None."""
+    """Replace numbers that JSON cannot represent by None."""
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def cut_documents(rows: Iterable[Row]) -> list[str]:
-    """A sentence for every task and length at which documents were cut."""
+    """Return a sentence for every task and length with truncated documents."""
     cuts: dict[tuple[str, int], dict[int, int]] = {}
     for row in rows:
         meta = row.get("meta") or {}

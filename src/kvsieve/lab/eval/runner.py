@@ -1,4 +1,4 @@
-"""Running a grid: which samples remain to be run, and the rows they give."""
+"""Run of a grid: the missing samples, and their rows."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Progress = Callable[[int, int, str], None]
 
 
 def run_grid(grid: Grid, evaluator: Evaluator, writer: ResultsWriter, progress: Progress | None = None) -> None:
-    """Run what `writer` does not hold yet. progress: called with (units done, units in all, what comes next).
+    """Run the units that `writer` lacks. progress: called with (units done, all units, next unit).
 
-    Raises InputError for a task that a length does not suit, before or while samples run; what was finished stays.
+    Raises InputError for a task that does not support a length, before or while samples run; finished rows stay.
     """
     began = time.perf_counter()
     todo = [(unit, pending) for unit in grid.units() if (pending := _pending(grid, unit, writer)) is not None]
@@ -57,7 +57,7 @@ def run_grid(grid: Grid, evaluator: Evaluator, writer: ResultsWriter, progress: 
 
 
 def _pending(grid: Grid, unit: Unit, writer: ResultsWriter) -> list[MethodSetting] | None:
-    """Settings other than full KV whose rows are missing; None when nothing is."""
+    """Return the settings, except full KV, with missing rows; None if nothing is missing."""
     missing = [each for each in grid.settings if (*unit.key, each.label, each.budget) not in writer.samples.done]
     return [each for each in missing if each is not grid.settings[0]] if missing else None
 

@@ -1,4 +1,4 @@
-"""Scores of the tasks' samples by a server: the prompts of `kvsieve eval`, token for token, and the same scoring."""
+"""Scores of a server on the tasks: the same prompts, token for token, and scoring as in `kvsieve eval`."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ def score_server(
     resume: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Any]:
-    """Ask a server for the answers to a grid's samples, and write them with their scores to a folder.
+    """Request a server's answers to a grid's samples, and write them with their scores to a folder.
 
     Args:
-        grid: asked with the question visible; its settings are not used.
+        grid: with visible questions; its settings are ignored.
         client: of the server.
         tokenizer: of the server's model.
-        folder: where server.json is written, after every few samples.
+        folder: directory of server.json, written after every few samples.
         run: further facts of the run.
-        clients: requests at once.
-        resume: go on with what the folder has.
-        progress: called with (samples done, samples in all, what comes next).
+        clients: concurrent requests.
+        resume: continue the folder's results.
+        progress: called with (samples done, all samples, next sample).
 
     Returns:
-        What is in server.json: `run`, `rows`, `means`.
+        The contents of server.json: `run`, `rows`, `means`.
 
     Raises:
-        InputError: a folder that has other results, or results and no `resume`.
-        ServerError: the server refuses, or goes away; what was finished stays.
+        InputError: a folder with other results, or with results and no `resume`.
+        ServerError: the server refuses, or disconnects; finished rows stay.
     """
     file = folder / FILE
     prompter = Prompter(tokenizer)
@@ -81,7 +81,7 @@ def score_server(
 
 
 def _prompts(prompter: Prompter, sample: Sample) -> list[list[int]]:
-    """Token ids of the whole conversation up to each answer; the right ones stand where answers came before."""
+    """Return token ids of the conversation up to each answer, with the expected earlier answers."""
     encoded = prompter.encode(sample)
     out: list[list[int]] = [encoded.prompt[0].tolist()]
     for more in encoded.followups:
@@ -120,7 +120,7 @@ def _mean(task: str, length: int, rows: Sequence[Row]) -> Row:
 
 
 def _known(file: Path, run: Mapping[str, Any], resume: bool) -> list[dict[str, Any]]:
-    """Rows that the folder has already."""
+    """Return the folder's existing rows."""
     if not file.exists():
         return []
     if not resume:

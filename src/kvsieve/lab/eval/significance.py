@@ -1,4 +1,4 @@
-"""Differences between settings on the same samples, with intervals and tests of `intervals`."""
+"""Differences between settings on the same samples, with the intervals and tests of `intervals`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def differences(samples: Iterable[Row], reference: Callable[[Row], Sequence[Row]
     """Compare settings with others, per task and as a mean over tasks.
 
     Args:
-        samples: Rows of one model on one kind of machine.
-        reference: The other setting's rows for a setting's row of the same sample: at most one of them counts.
+        samples: rows of one model on one kind of machine.
+        reference: returns the other setting's rows for a row of the same sample: at most one of them counts.
 
     Returns:
-        Score less the other's, by task and setting.
+        Score minus the other's, by task and setting.
     """
     found: dict[Place, list[Pair]] = {}
     for place, rows in groups(samples, ("task", "length", "question", "label", "budget")).items():
@@ -59,6 +59,6 @@ def _by_sample(rows: Iterable[Row]) -> Mapping[tuple[Any, ...], Sequence[Row]]:
 
 
 def _difference(pairs: Sequence[Pair]) -> MeanEstimate:
-    """Documents count with all samples about them."""
+    """Return the estimate, with samples clustered by document."""
     values = [row["score"] - other["score"] for row, other in pairs]
     return estimate(values, [document(row) for row, _ in pairs], [row["task"] for row, _ in pairs])

@@ -1,4 +1,4 @@
-"""Writing a results directory so that a kill at any point loses at most the sample in progress."""
+"""Writer of results directories that loses at most the sample in progress if killed."""
 
 from __future__ import annotations
 
@@ -34,20 +34,19 @@ _FIXED = ("model", "dtype", "seed", "haystack")
 
 
 class ResultsWriter:
-    """Appends to DIR/samples.jsonl and DIR/costs.jsonl, packs both in the end, and keeps DIR/run.json.
+    """Appends to DIR/samples.jsonl and DIR/costs.jsonl, packs both in the end, and writes DIR/run.json.
 
-    run: what identifies the evaluation: model, dtype, seed, haystack; the titles of its tasks; the digests of their
-    texts (`data_digests`); and its settings, each with all parameters, or none where only `settle` brings them. A
-    directory that holds results already is only continued with `resume`, and only by a run that agrees in these. What
-    was written is on the disk, so that neither a kill nor a power cut takes it away.
+    run: identity of the evaluation: model, dtype, seed, haystack; the titles of its tasks; the digests of their texts
+    (`data_digests`); and its settings, each with all parameters, or none if only `settle` adds them. A directory with
+    results is continued only with `resume`, and only by a run that agrees in these. Written rows survive a kill or a
+    power cut.
 
-    Raises InputError otherwise, or when another process is writing there, and KvsieveError where a file cannot be
-    written.
+    Raises InputError otherwise, or if another process is writing there, and KvsieveError if a file cannot be written.
     """
 
     def __init__(self, folder: Path, run: Row, *, resume: bool) -> None:
         self.folder = folder
-        # Before anything is put into a folder that may be somebody's own.
+        # Before writing into a folder that may have other files.
         self._check(resume)
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(folder)
@@ -58,7 +57,7 @@ class ResultsWriter:
             raise
 
     def _open(self, run: Row, resume: bool) -> None:
-        # Again, because another process may have been here until now.
+        # Again, since another process may have written meanwhile.
         self._check(resume)
         known = read_run(self.folder / "run.json") or {}
         for name in _FIXED if known else ():
@@ -82,7 +81,7 @@ class ResultsWriter:
         self.costs = _Lines(self.folder / "costs.jsonl", COST_FIELDS, COST_KEY)
 
     def _check(self, resume: bool) -> None:
-        """Raise InputError for a folder that is somebody's own, or that holds results which are not to be continued."""
+        """Raise InputError for a folder with other files, or with results that must not be continued."""
         if (self.folder / "run.json").exists():
             if not resume:
                 raise InputError(
@@ -93,12 +92,12 @@ class ResultsWriter:
             raise InputError(f"'{self.folder}' is not empty and holds no results; give an empty or new --out")
 
     def _merged(self, known: list[Row], new: list[Row]) -> list[Row]:
-        """Settings of both; where parameters (a default, say) have changed, rows must not be mixed."""
+        """Return the settings of both; rows with different parameters must not be mixed."""
         held = {(each["label"], each["budget"]): each for each in known}
         for each in new:
             before = held.get((each["label"], each["budget"]), each)
             held[each["label"], each["budget"]] = each
-            # A parameter that a method has gained since stands at its default here: given ones are in the label.
+            # A parameter added since has its default here: given ones are in the label.
             if any(each["parameters"].get(name) != value for name, value in before["parameters"].items()):
                 raise InputError(
                     f"'{self.folder}' holds {each['label']!r} with parameters {before['parameters']}, now they are "
@@ -107,7 +106,7 @@ class ResultsWriter:
         return list(held.values())
 
     def settle(self, settings: list[Row], model: Any = None) -> None:
-        """Add what only the loaded model made known: settings, and the sha256 of its weights.
+        """Add facts of the loaded model: settings, and the sha256 of its weights.
 
         Raises:
             InputError: results of these settings were measured with other parameters, or with other weights.
@@ -132,7 +131,7 @@ class ResultsWriter:
             write_whole(self.folder / "run.json", text)
 
     def pack(self) -> None:
-        """Compress the rows of a run that is finished."""
+        """Compress the rows of a finished run."""
         self.samples.pack()
         self.costs.pack()
 
@@ -141,16 +140,15 @@ class ResultsWriter:
         self._before = float(self.run["seconds"])
 
     def close(self) -> None:
-        """Let go of the directory. The file of the lock stays: whoever waits for it must find the same one."""
+        """Unlock the directory. The lock file stays: waiting processes must open the same one."""
         self._lock.close()
 
 
 class _Lines:
-    """One JSONL file: what it holds already, packed or not, and appending to it.
+    """One JSONL file: its existing rows, packed or not, and appending to it.
 
-    What is appended in one go carries in `more` how many rows of it follow. If it is not whole, because a process was
-    killed there, it is cut off, so that a unit is always computed whole and a resumed run gives what an undisturbed
-    one gives.
+    Rows appended together state in `more` the number of rows that follow. An incomplete group, left by a killed
+    process, is cut off, so that a unit is always computed as a whole and a resumed run equals an undisturbed one.
     """
 
     def __init__(self, file: Path, fields: Row, key: tuple[str, ...]) -> None:
@@ -167,7 +165,7 @@ class _Lines:
         self.done = {tuple(row.get(name) for name in key) for row in [*packed_rows, *(row for _, row in lines)]}
 
     def _read(self) -> tuple[list[Row], list[tuple[int, Row]], bool]:
-        """Packed rows; plain rows and how many bytes each takes, and whether something follows them."""
+        """Return packed rows, plain rows with their sizes in bytes, and True if trailing data follow."""
         packed_rows: list[Row] = []
         plain: list[tuple[int, Row]] = []
         torn = False
@@ -186,13 +184,13 @@ class _Lines:
         return packed_rows, plain, torn
 
     def _cut(self, size: int) -> None:
-        """Leave the first `size` bytes."""
+        """Truncate to the first `size` bytes."""
         with open(self.file, "r+b", buffering=0) as out:
             os.ftruncate(out.fileno(), size)
             os.fsync(out.fileno())
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Append rows; they count as done once all of them are on the disk."""
+        """Append rows; they count as done once all of them are on disk."""
         rows = list(rows)
         lines = [sealed({**finite(row), "more": len(rows) - at}) for at, row in enumerate(rows, 1)]
         size = self.file.stat().st_size if self.file.exists() else None
@@ -202,7 +200,7 @@ class _Lines:
                 if size is None:
                     _sync(self.file.parent)
             except OSError:
-                # Half a row would be in the way of who goes on after the disk has room again.
+                # Half a row would block a resumed run.
                 with contextlib.suppress(OSError):
                     self._cut(size or 0)
                 raise
@@ -211,8 +209,8 @@ class _Lines:
     def pack(self) -> None:
         """Move all rows into the packed file.
 
-        Until that is on the disk under its name the plain file stays as it is; killed between the two, rows are in
-        both, and the next run packs them once.
+        The plain file is deleted only once that is on disk; if killed in between, rows are in both, and the next run
+        packs them once.
         """
         if not self.file.exists():
             return
@@ -225,12 +223,12 @@ class _Lines:
 
 
 def _is_left(name: str) -> bool:
-    """Tell that a run that was killed before it had results may have left a file of this name."""
+    """Return True if a run that was killed before its first result may have left a file of this name."""
     return name == _LOCK or (name.startswith(".run.json.") and name.endswith(UNFINISHED))
 
 
 def _append(file: Path, data: bytes) -> None:
-    """Append all of `data` and wait until it is on the disk."""
+    """Append all of `data` and sync it to disk."""
     out = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     try:
         rest = memoryview(data)
@@ -242,7 +240,7 @@ def _append(file: Path, data: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk, where the system can do so."""
+    """Sync a folder's names to disk, if the system supports that."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -253,7 +251,7 @@ def _sync(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _named_errors(file: Path) -> Iterator[None]:
-    """Say which file it is that cannot be written, and what becomes of the results."""
+    """Name the file that cannot be written, and the state of the results, in errors."""
     try:
         yield
     except OSError as error:
@@ -264,7 +262,7 @@ def _named_errors(file: Path) -> Iterator[None]:
 
 
 def _lock(folder: Path) -> IO[str]:
-    """Hold the directory while this process lives; where the system has no such locks, nobody is kept out."""
+    """Lock the directory while this process lives; without effect if the system has no such locks."""
     handle = open(folder / _LOCK, "a")  # noqa: SIM115
     with contextlib.suppress(ImportError):
         import fcntl
@@ -283,7 +281,7 @@ def _lock(folder: Path) -> IO[str]:
 
 @contextlib.contextmanager
 def writing(folder: Path, run: Row, *, resume: bool) -> Iterator[ResultsWriter]:
-    """A ResultsWriter that packs what was written when all went well, and lets go of the directory in the end."""
+    """A ResultsWriter that packs its rows on success, and unlocks the directory at the end."""
     writer = ResultsWriter(folder, run, resume=resume)
     try:
         yield writer

@@ -1,4 +1,4 @@
-"""The report's tables, as text; HTML and Markdown are made from the same ones."""
+"""Tables of the report, as text, for HTML and Markdown."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Tables:
 def make_tables(
     results: Results, interval: Callable[[Cell], str], differences: Mapping[Place, MeanEstimate] | None = None
 ) -> Tables:
-    """Make the tables of a results directory.
+    """Return the tables of a results directory.
 
     Args:
-        results: The directory's contents.
-        interval: Writes a task's 95% interval behind its score.
-        differences: From full KV; those that are more than chance are marked.
+        results: the directory's contents.
+        interval: formats a task's 95% interval after its score.
+        differences: from full KV; significant ones are marked.
     """
 
     def sign(cell: Cell) -> str:
@@ -66,11 +66,11 @@ def make_tables(
 
 
 def settings_table(results: Results, baseline: str | None = None) -> list[Table]:
-    """Return the table of parameters that come with a model or paper; none where no method has such a one.
+    """Return the table of parameters set by a model or paper, if there are any.
 
     Args:
-        results: The directory's contents.
-        baseline: Label from which others are to differ in method alone; the first method's where left out.
+        results: the directory's contents.
+        baseline: label from which others should differ in method alone; default: the first method's.
     """
     settings: dict[str, list[Row]] = {}
     for each in results.run.get("settings") or []:
@@ -94,7 +94,7 @@ def settings_table(results: Results, baseline: str | None = None) -> list[Table]
 
 
 def _values(settings: Sequence[Row], name: str) -> str:
-    """Return the values of a parameter, or of that of a wrapper's base, at all budgets."""
+    """Return the values of a parameter, or of a wrapper's base, at all budgets."""
     if name == "paper":
         return "yes" if any(each.get("paper") for each in settings) else "no"
     return ", ".join(parameter_values((each["parameters"] for each in settings), name)) or NONE
@@ -121,7 +121,7 @@ def questions_of(parts: Sequence[Cell], length: int) -> list[str]:
 
 
 def runs(parts: Sequence[Cell] | Sequence[CostCell]) -> list[tuple[str, str | None]]:
-    """Labels and budgets in the order of tables."""
+    """Return labels and budgets in the order of tables."""
     known = {(cell.label, cell.budget) for cell in parts}
     labels = labels_of({"label": cell.label} for cell in parts)
     return [(label, budget) for label in labels for budget in budgets_of(parts) if (label, budget) in known]
@@ -160,7 +160,7 @@ def _summary(means: Sequence[Cell], length: int, sign: Callable[[Cell], str]) ->
 
 
 def _explained(rows: Sequence[Sequence[Entry]]) -> str:
-    """Explain the signs that are in a table."""
+    """Return explanations of the signs in a table."""
     texts = "".join(entry.text for row in rows for entry in row)
     note = ""
     if any(each in texts for each in _ARROWS.values()):
@@ -267,7 +267,7 @@ def _tail(cell: CostCell, quantity: str, scale: float) -> str:
 
 
 def significant(value: float) -> str:
-    """Three digits, without an exponent."""
+    """Return three digits, without an exponent."""
     return (
         f"{value:.0f}"
         if value >= 100

@@ -1,4 +1,4 @@
-"""Which texts the prompts of a results directory were made of, so that samples on different texts are never mixed."""
+"""Texts of the prompts of a results directory, so that samples on different texts are never mixed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SHIPPED = "3.11.7"
 
 
 def texts_of(run: Mapping[str, Any]) -> dict[str, str]:
-    """Return by task the digest of its text or files, also for generated tasks of results that record none.
+    """Return the digests of texts or files by task, also for generated tasks of results without digests.
 
     Args:
-        run: contents of run.json or server.json: `tasks`, `haystack`, and `data`, `environments` where it has them.
+        run: contents of run.json or server.json: `tasks`, `haystack`, and `data`, `environments` if present.
     """
     unrecorded = _unrecorded(run)
     generated = {name: unrecorded for name in run.get("tasks", {}) if not is_public(name)}
@@ -25,7 +25,7 @@ def texts_of(run: Mapping[str, Any]) -> dict[str, str]:
 
 
 def other_text(held: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
-    """Return which task of both runs has another text in the second, in a clause; None where all agree."""
+    """Return a clause with the first task that has different texts in the two runs, or None."""
     before = texts_of(held)
     for task, digest in given.get("data", {}).items():
         found = before.get(task, digest)
@@ -36,7 +36,7 @@ def other_text(held: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
 
 
 def _unrecorded(run: Mapping[str, Any]) -> str:
-    """The digest that a run without digests would have, or words for a text that is not known."""
+    """Return the implied digest of a run without digests, or words for an unknown text."""
     haystack = run.get("haystack")
     pythons = sorted({str(each.get("python", "?")) for each in run.get("environments", [])})
     if haystack == "noise" or (haystack == "topics" and pythons == [SHIPPED]):
