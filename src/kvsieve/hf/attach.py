@@ -1,4 +1,4 @@
-"""Attach a plan to a model, and leave the model as it was found."""
+"""Attach a plan to a model, and restore the model afterwards."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _BLOCKS: dict[int, object] = {}
 
 
 class Attachment(Unpicklable, contextlib.AbstractContextManager[Sieve]):
-    """The block that `attach` returns. Entered by ``with``, once, it gives the Sieve; before, nothing is attached."""
+    """The block returned by `attach`. Entered by ``with``, once, it returns the Sieve; before, nothing is attached."""
 
     _instead = "call attach(model, plan) where it is to run"
 
@@ -108,12 +108,12 @@ def attached(
 
     Args:
         model: of transformers.
-        plan: what acts.
+        plan: to attach.
         decode: see `attach`.
         tokenizer: see `attach`.
-        hidden: note what enters each layer in any case.
+        hidden: record each layer's input in any case.
         leaving: layers that call ``PassRequest.on_leave``.
-        any_plan: prompts may be read under other plans as well; see `under`.
+        any_plan: prompts may be prefilled under other plans as well; see `under`.
     """
     _check_arguments(model, plan)
     check_version()
@@ -140,7 +140,7 @@ def attached(
 
 
 def _check_arguments(model: Any, plan: Any) -> None:
-    """Raise KvsieveError for what is no model, or no plan, and say what to do instead."""
+    """Raise KvsieveError, with advice, unless these are a model and a plan."""
     if isinstance(model, Plan):
         raise KvsieveError("attach takes the model first and the plan second: attach(model, plan)")
     if isinstance(model, str | os.PathLike):
@@ -154,7 +154,7 @@ def _check_arguments(model: Any, plan: Any) -> None:
 
 @contextlib.contextmanager
 def _alone(model: Any) -> Iterator[None]:
-    """Let one block at a time, of whichever thread, have a model. Raises KvsieveError where another has it."""
+    """Lock a model for one block of one thread. Raises KvsieveError if it is locked."""
     config = text_config(model)
     block = object()
     try:
@@ -168,7 +168,7 @@ def _alone(model: Any) -> Iterator[None]:
 
 
 def _why_compiled(model: Any) -> str | None:
-    """Return one clause saying why a model that is compiled cannot be attached to, or None if it is not."""
+    """Return a clause why a compiled model cannot be attached to, or None if it is not compiled."""
     decoder = decoder_of(model)
     parts = {"forward": model, "decoder": decoder, "first layer": next(iter(layers_of(decoder) or ()), decoder)}
     found = next((name for name, part in parts.items() if is_compiled(part)), None)
@@ -179,7 +179,7 @@ def _why_compiled(model: Any) -> str | None:
 
 
 def under(sieve: Sieve, plan: Plan) -> Sieve:
-    """Return an attached model under another plan, beside which the attached one stays, to read prompts with.
+    """Return an attached model under another plan, for prefill; the attached plan stays.
 
     Args:
         sieve: of `attached` with `any_plan`, within its block.
@@ -187,7 +187,7 @@ def under(sieve: Sieve, plan: Plan) -> Sieve:
 
     Raises:
         UnsupportedModelError: the plan cannot run on the model.
-        PlanError: a parameter of the plan does not fit it, or the plan reads prompts with a draft model.
+        PlanError: a parameter of the plan does not fit it, or the plan has a draft model.
     """
     if isinstance(plan.propagate, DraftPropagator):
         raise PlanError(
@@ -204,7 +204,7 @@ def under(sieve: Sieve, plan: Plan) -> Sieve:
 
 @contextlib.contextmanager
 def _running(sieve: Sieve, hidden: bool, leaving: Sequence[int], any_plan: bool) -> Iterator[None]:
-    """Change the model so that a plan runs on it, and bring everything back; see hooks.install."""
+    """Modify the model so that a plan runs on it, and restore everything; see hooks.install."""
     model = sieve.model
     decoder = cast("Any", sieve.decoder)
     found = attention_of(sieve.config)

@@ -39,7 +39,7 @@ except ImportError:
 
 MINIMUM = (5, 16)
 
-# What a pass may be given its cache as: the newest name first, of which later releases still take the older ones.
+# Names of a pass's cache argument, newest first; later releases still accept older ones.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 # The one among them that this release's generate, models and their outputs have.
 CACHE = "cache" if "cache" in {each.name for each in dataclasses.fields(CausalLMOutputWithPast)} else "past_key_values"
@@ -94,20 +94,20 @@ def cache_argument(decoder: Any) -> str:
 
 
 def take_cache(arguments: dict[str, Any]) -> Any | None:
-    """Remove the cache from a pass's arguments, by whichever name it was given, and return it; None without one."""
+    """Remove the cache from a pass's arguments, under any of its names, and return it; None without one."""
     given = [arguments.pop(name, None) for name in CACHE_NAMES]
     return next((cache for cache in given if cache is not None), None)
 
 
 def without_renaming(function: Any) -> Any:
-    """Return what a function computes by, where transformers has wrapped it to take its cache by older names."""
+    """Return the function inside transformers' wrapper for older cache argument names."""
     while isinstance(function, types.FunctionType) and function.__code__ is _RENAMING:
         function = function.__wrapped__  # type: ignore[attr-defined]
     return function
 
 
 def is_compiled(module: Any) -> bool:
-    """Tell that torch.compile was applied to a module, or to its forward."""
+    """Return True if torch.compile was applied to a module, or to its forward."""
     own = vars(module)
     if own.get("_compiled_call_impl") is not None or "_orig_mod" in own.get("_modules", {}):
         return True
@@ -115,7 +115,7 @@ def is_compiled(module: Any) -> bool:
 
 
 def own_cache_class(decoder: Any) -> type | None:
-    """The class of its own that a decoder's caches must have, None where any will do."""
+    """Return the class that a decoder's caches must have, or None if any will do."""
     parameter = inspect.signature(type(decoder).forward).parameters.get(cache_argument(decoder))
     hint = None if parameter is None else parameter.annotation
     # A string in some releases, else a class or a union with None.
@@ -128,7 +128,7 @@ def own_cache_class(decoder: Any) -> type | None:
 
 
 def why_unknown_cache(decoder: Any) -> str | None:
-    """One clause saying why a decoder takes no cache of ours, or None when it does."""
+    """Return a clause why a decoder accepts no cache of kvsieve, or None."""
     own = own_cache_class(decoder)
     if own is None:
         return None
@@ -137,7 +137,7 @@ def why_unknown_cache(decoder: Any) -> str | None:
 
 
 def generate_arguments(model: Any) -> set[str]:
-    """Names that ``model.generate`` takes: its own, those of a GenerationConfig, and what the model's passes take."""
+    """Return the argument names of ``model.generate``: its own, a GenerationConfig's, and the model's."""
     own = (
         inspect.signature(model.generate).parameters.keys()
         | vars(GenerationConfig()).keys()
@@ -150,7 +150,7 @@ def generate_arguments(model: Any) -> set[str]:
 
 
 def rereads_at_border(model: Any) -> bool:
-    """Tell whether the model's generate drops its cache, and reads everything again, where its rotary tables change."""
+    """Return True if the model's generate drops its cache when its rotary tables change."""
     code = inspect.unwrap(type(model).prepare_inputs_for_generation).__code__
     return "original_max_position_embeddings" in code.co_names + code.co_consts
 
@@ -162,11 +162,11 @@ def prepared_config(model: Any, given: GenerationConfig | None, options: dict[st
 
 
 def logits_processors(model: Any, config: GenerationConfig, input_ids: Tensor) -> LogitsProcessorList:
-    """Return the processors that generate would choose tokens behind a prompt by.
+    """Return generate's processors of the logits after a prompt.
 
     Args:
         model: of transformers.
-        config: complete; see `prepared_config`. It is left as it is.
+        config: complete; see `prepared_config`. Not modified.
         input_ids: int64 [B, N], the prompt, without padding.
     """
     config = copy.deepcopy(config)
@@ -194,13 +194,13 @@ def attention_of(config: Any) -> str | None:
 
 
 def device_mesh(model: Any) -> Any | None:
-    """The device mesh among which transformers has divided the model, None where it has not."""
+    """Return the device mesh of a model divided by transformers, or None."""
     mesh = getattr(model, "_device_mesh", None)
     return None if mesh is None or mesh.size() == 1 else mesh
 
 
 def tensor_parallel_mesh(model: Any) -> Any | None:
-    """Return the device mesh where it is tensor parallelism and nothing beside it, one-dimensional; else None."""
+    """Return a one-dimensional device mesh of pure tensor parallelism, or None."""
     config = getattr(model.config, "distributed_config", None)
     mesh = device_mesh(model)
     if mesh is None or getattr(config, "tp_size", None) != mesh.size():
@@ -209,19 +209,19 @@ def tensor_parallel_mesh(model: Any) -> Any | None:
 
 
 def plain_cache_layers(config: Any) -> list[Any]:
-    """The layers transformers' own dynamic cache would have for this config: they tell each layer's kind."""
+    """Return the layers of transformers' own dynamic cache for this config, which show each layer's kind."""
     return DynamicCache(config=config).layers
 
 
 def is_plain_mask(mask_function: Any) -> bool:
-    """Tell whether a mask function is causal, maybe within a sliding window or chunks, and nothing beside it."""
+    """Return True if a mask function is causal, optionally with a sliding window or chunks, and nothing else."""
     parts = _mask_parts(mask_function)
     others = [getattr(part, "__qualname__", "") for part in parts if part is not causal_mask_function]
     return len(parts) - len(others) == 1 and len(others) < 2 and _LOCAL.issuperset(others)
 
 
 def _mask_parts(mask_function: Any) -> list[Any]:
-    """Functions that a mask function is the intersection of; one that lets nothing more be seen is left out."""
+    """Return the functions that a mask function is the intersection of, without those that hide nothing."""
     name = getattr(mask_function, "__qualname__", "")
     cells = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
     if name.startswith("blockwise_overlay.") and all(

@@ -1,4 +1,4 @@
-"""Hooks on the decoder of an attached model: every pass runs as a session, whoever calls the model."""
+"""Hooks on the decoder of an attached model: every pass runs as a session, with any caller."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def install(model: AttachedModel, *, hidden: bool, leaving: Sequence[int] = (), 
 
     Args:
         model: the attached model.
-        hidden: note what enters each layer, for evictors that ask for it.
+        hidden: record each layer's input, for evictors that need it.
         leaving: layers that call ``PassRequest.on_leave``.
-        any_plan: register what any plan needs, beside the attached one; see attach.under.
+        any_plan: register the hooks for any plan, besides the attached one; see attach.under.
     """
     decoder = model.decoder
     plan = model.plan
@@ -96,7 +96,7 @@ def install(model: AttachedModel, *, hidden: bool, leaving: Sequence[int] = (), 
 
 
 def _in_order(output: Any, order: Tensor) -> Any:
-    """Return the decoder's output with all of a pass's hidden states in the order that the caller fed."""
+    """Return the decoder's output with all of a pass's hidden states in the caller's order."""
     for name, hidden in output.items() if isinstance(output, Mapping) else ():
         if isinstance(hidden, Tensor) and hidden.ndim == 3 and hidden.shape[1] == order.shape[1]:
             output[name] = restored(hidden, order)
@@ -108,9 +108,9 @@ def _in_order(output: Any, order: Tensor) -> Any:
 
 
 def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any], taken_as: str) -> passes.Session:
-    """Begin a pass that no driver has begun: of a plain call of the model, or of its `generate`.
+    """Begin a pass without a driver: of a plain call of the model, or of its `generate`.
 
-    taken_as: the name under which the decoder takes its cache, by which it is then among kwargs.
+    taken_as: the decoder's name of the cache argument, added to kwargs.
     """
     outer = _CALL.get()
     # A composite model embeds the tokens itself, and may have made masks of the mask.
@@ -177,7 +177,7 @@ def _outside(model: AttachedModel) -> list[nn.Module]:
 
 
 def _arguments_of(layer: nn.Module) -> list[str]:
-    """List the parameters of a layer behind hidden states, which come first."""
+    """Return the parameters of a layer after hidden states, which come first."""
     return list(inspect.signature(layer.forward).parameters)[1:]
 
 
@@ -190,7 +190,7 @@ def _give_cores_back(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _widen(module: nn.Module, args: Any, output: Any) -> Any:
-    """Put zeros in place of the tokens that were dropped before the last layer, in front of the others."""
+    """Insert zeros for the tokens that were dropped before the last layer, before the others."""
     session = passes.current()
     if session is None or not session.moved:
         return None
@@ -200,7 +200,7 @@ def _widen(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _note_made(module: nn.Module, args: Any, output: Any) -> None:
-    """Note what a module outside the layers makes: rotary tables, for one."""
+    """Record the output of a module outside the layers, such as rotary tables."""
     session = passes.current()
     if session is None or session.step.phase != "prefill":
         return
@@ -209,13 +209,13 @@ def _note_made(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note the arguments of a composite model; its decoder gets them in another form."""
+    """Record the arguments of a composite model; its decoder gets them in another form."""
     names = list(inspect.signature(module.forward).parameters)
     _CALL.set({**dict(zip(names, args, strict=False)), **kwargs})
 
 
 def _is_media(name: str, value: Any) -> bool:
-    """Tell an argument that holds images or the like from those about tokens."""
+    """Return True for an argument with images or the like, False for those about tokens."""
     if name in _ABOUT_TOKENS or name.endswith("token_type_ids"):
         return False
     return any(True for _ in tensors_in(dict(value) if isinstance(value, Mapping) else value))
@@ -250,7 +250,7 @@ def _tell_leaving(
 def _leaving(names: list[str], args: Any, kwargs: dict[str, Any], output: Any) -> tuple[Tensor, dict[str, Any]]:
     """Return the hidden states that leave a layer, and its arguments.
 
-    What a layer hands to the next one beside hidden states goes with its tokens: it is among them.
+    Further outputs for the next layer follow its tokens: they are among the arguments.
     """
     given = _by_name(names, args, kwargs)[1]
     return (output[0], {**given, "": output[1:]}) if isinstance(output, tuple) else (output, given)
@@ -280,7 +280,7 @@ def _by_name(names: list[str], args: Any, kwargs: dict[str, Any]) -> tuple[tuple
 
 
 def _note_hidden(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Keep what enters a decoder layer for the evictor that asked for it."""
+    """Keep the input of a decoder layer for the evictor that needs it."""
     session = passes.current()
     if session is not None:
         hidden = args[0] if args else kwargs.get("hidden_states")

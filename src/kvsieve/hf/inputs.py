@@ -1,4 +1,4 @@
-"""Checks of ids, masks and what they come in, for every way into the model."""
+"""Checks of ids, masks and their containers, for every entry point of the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNTOLD = {"token_type_ids", "special_tokens_mask", "offset_mapping", "length"}
 
 
 def prompt_of(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
-    """Ids and mask, also out of what a tokenizer returns: ``tokenizer(texts, return_tensors="pt")``."""
+    """Return ids and mask, also from a tokenizer's output: ``tokenizer(texts, return_tensors="pt")``."""
     if not isinstance(input_ids, Mapping):
         return input_ids, attention_mask
     names = set(input_ids)
@@ -33,9 +33,9 @@ def prompt_of(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
 
 
 def check_ids(input_ids: Any, vocabulary: int, *, values: bool = True) -> None:
-    """Raise InputError unless these are token ids, int [batch, tokens], of a model with so many.
+    """Raise InputError unless these are token ids, int [batch, tokens], of a model with this vocabulary.
 
-    values: False where only dtype and shape are to be looked at.
+    values: False to check only dtype and shape.
     """
     if not isinstance(input_ids, Tensor):
         lists = isinstance(input_ids, (list, tuple))
@@ -62,7 +62,10 @@ def check_ids(input_ids: Any, vocabulary: int, *, values: bool = True) -> None:
 
 
 def check_mask(mask: Any, shape: tuple[int, ...], what: str = "that of input_ids") -> None:
-    """Raise InputError unless `mask` is a tensor of this shape; what: what the shape is. Values: see `strange`."""
+    """Raise InputError unless `mask` is a tensor of this shape; the last argument describes the shape.
+
+    Values: see `strange`.
+    """
     if not isinstance(mask, Tensor):
         raise InputError(f"attention_mask must be a tensor [batch, tokens], got {short(mask)}; torch.tensor(mask)")
     if mask.shape != shape:
@@ -74,7 +77,7 @@ def check_mask(mask: Any, shape: tuple[int, ...], what: str = "that of input_ids
 
 
 def strange(mask: Tensor) -> Tensor:
-    """bool like `mask`: True for values other than 0 and 1, of which positions would be counted wrongly."""
+    """Return bool like `mask`: True for values other than 0 and 1, which would give wrong positions."""
     return (mask != 0) & (mask != 1)
 
 
@@ -88,7 +91,7 @@ def refuse_strange(mask: Tensor) -> None:
 
 
 def check_text(name: str, text: Any) -> None:
-    """Raise InputError unless `text` is one that a tokenizer can read, of at least a character."""
+    """Raise InputError unless `text` is a non-empty valid text."""
     if not isinstance(text, str) or not text.strip():
         raise InputError(f"{name} must be a text of at least a character, got {short(text)}")
     check_characters(name, text)
@@ -101,7 +104,7 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def check_callable(name: str, value: Any) -> None:
-    """Raise InputError for what cannot be called; None is fine."""
+    """Raise InputError for a value that is neither callable nor None."""
     if value is not None and not callable(value):
         raise InputError(f"{name} must be a function, got {short(value)}")
 
@@ -114,7 +117,7 @@ def check_path(path: Any) -> None:
 
 
 def check_no_media(ids: Tensor, config: Any, plan: str) -> None:
-    """Raise UnsupportedOptionError for tokens that stand for images and the like, which only generate embeds.
+    """Raise UnsupportedOptionError for placeholder tokens of images and the like, which only generate embeds.
 
     Args:
         ids: int64 [B, L].

@@ -17,16 +17,16 @@ from kvsieve.planning.segments import token_numbers
 
 
 def kept_of(cache: SieveCache, ids: Tensor, row: int = 0, tokenizer: Any = None) -> Kept:
-    """Copy from a cache where each token of a conversation is held now.
+    """Return the tokens of a conversation that a cache still stores, by layer and head.
 
     Args:
         cache: between passes; it is not kept alive.
-        ids: int64 [B, N], the conversation as its caller knows it; tokens that were not read yet may follow.
+        ids: int64 [B, N], the caller's conversation; unprocessed tokens may follow.
         row: of the batch.
-        tokenizer: turns tokens into text.
+        tokenizer: decodes tokens.
 
     Raises:
-        CacheStateError: nothing was read yet, a prompt is half-read, or the rows are beams.
+        CacheStateError: the cache is empty, in the middle of a prompt, or its rows are beams.
         InputError: ids of another conversation, or no such row.
     """
     cache.check_copyable("looked at")
@@ -89,7 +89,7 @@ def _layers(cache: SieveCache, row: int, numbers: Tensor, count: int) -> tuple[K
 
 
 def _held(cache: SieveCache, index: int, store: LayerMemory, row: int, numbers: Tensor) -> Tensor:
-    """Numbers of the tokens that a layer stores, int64 [H, n], -1 for filler and padding."""
+    """Return the numbers of the tokens that a layer stores, int64 [H, n], -1 for filler and padding."""
     short = cache.conversation.short_prompt
     columns = store.index if short is None else short.as_given(store.index, index)
     tokens = columns[row].long().cpu()
@@ -101,7 +101,7 @@ def _held(cache: SieveCache, index: int, store: LayerMemory, row: int, numbers: 
 
 
 def _viewed(view: View, row: int, tokens: Tensor) -> Tensor:
-    """Numbers of the tokens that the answer reads of those stored, int64 [H', n]."""
+    """Return the numbers of the stored tokens that the answer attends to, int64 [H', n]."""
     slots = view.slots[row].cpu()
     stored = tokens.repeat_interleave(len(slots) // len(tokens), 0)
     chosen = stored.gather(1, slots)
@@ -111,13 +111,13 @@ def _viewed(view: View, row: int, tokens: Tensor) -> Tensor:
 
 
 def _shares(tokens: Tensor, count: int) -> tuple[Tensor, tuple[int, ...]]:
-    """Share of the heads that have each of `count` tokens, and how many each head has; tokens: int64 [H, n]."""
+    """Return the share of heads with each of `count` tokens, and the entries of each head; tokens: int64 [H, n]."""
     real = tokens >= 0
     return torch.bincount(tokens[real], minlength=count) / len(tokens), tuple(real.sum(1).tolist())
 
 
 def _reached(cache: SieveCache, index: int, row: int, numbers: Tensor, count: int) -> Tensor | None:
-    """Tokens that came to a layer, bool [count]; None for all."""
+    """Return the tokens that reached a layer, bool [count]; None for all."""
     short = cache.conversation.short_prompt
     reached = torch.ones(count, dtype=torch.bool)
     propagator = cache.owner.plan.propagate
@@ -142,7 +142,7 @@ def _reached(cache: SieveCache, index: int, row: int, numbers: Tensor, count: in
 
 
 def _notes(cache: SieveCache) -> list[str]:
-    """Tell what a map of positions cannot."""
+    """Return the limits of a map of positions."""
     notes = []
     reads = cache.turn.record.reads
     reader = cache.owner.plan.read

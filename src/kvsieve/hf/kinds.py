@@ -18,7 +18,7 @@ from kvsieve.hf.compat import (
 )
 from kvsieve.hf.shape import LayerKind, describe_kinds, growing_layers
 
-# What transformers keeps of a recurrent layer, each a dict with one value per state.
+# Parts of a recurrent layer in transformers, each a dict with one value per state.
 STATE_FIELDS = (
     "conv_states",
     "recurrent_states",
@@ -27,7 +27,7 @@ STATE_FIELDS = (
     "has_previous_state",
     "conv_kernel_size",
 )
-# What may lie beside them, or comes with the first state or entry.
+# Further attributes, or those created with the first state or entry.
 _BESIDE = {"device", "dtype", "keys", "values", "max_batch_size", "num_heads"}
 
 
@@ -42,13 +42,13 @@ _KINDS: dict[type, LayerKind] = {
 
 
 def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
-    """Tell the kind of every decoder layer.
+    """Return the kind of every decoder layer.
 
     Args:
         config: of the model's decoder.
 
     Raises:
-        UnsupportedModelError: a layer is of a kind that kvsieve does not know.
+        UnsupportedModelError: a layer is of an unknown kind.
     """
     types = getattr(config, "layer_types", None) or ()
     kinds: list[LayerKind] = []
@@ -81,7 +81,7 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
 
 
 def _check_copyable(index: int, layer: Any) -> None:
-    """Raise UnsupportedModelError for a recurrent layer that keeps more than is known to be its state."""
+    """Raise UnsupportedModelError for a recurrent layer with more than the known parts of its state."""
     known = {*STATE_FIELDS, *_BESIDE}
     more = [
         name

@@ -1,6 +1,6 @@
-"""Going on from stored prefixes: the one policy of library, chats, command line and server.
+"""Continuation of stored prefixes: the one policy of library, chats, command line and server.
 
-The store itself is `kvsieve.store`; here is what of it is used.
+The store itself is `kvsieve.store`; this module has its interface.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FoundPrompt(Protocol):
 
 @runtime_checkable
 class PromptStore(Protocol):
-    """The part of kvsieve.store.PrefixStore that is used here."""
+    """The used part of kvsieve.store.PrefixStore."""
 
     @property
     def find(self) -> Callable[..., FoundPrompt | None]: ...
@@ -62,8 +62,8 @@ class ReadPrefix:
     """A prefix of a prompt, found and prefilled.
 
     Attributes:
-        found: tokens that came from the store.
-        seconds: time that prefilling all of it takes.
+        found: tokens reused from the store.
+        seconds: time to prefill all of it.
         took: seconds that it took this time.
     """
 
@@ -72,7 +72,7 @@ class ReadPrefix:
     took: float = 0.0
 
     def with_reuse(self, stats: Stats) -> Stats:
-        """Return the statistics of the call that has prefilled the rest as those of both."""
+        """Return the statistics of both, given those of the call that has prefilled the rest."""
         note = f"{self.found} of {stats.prompt_tokens} tokens came from the store"
         notes = [*stats.notes, note] if self.found else stats.notes
         return dataclasses.replace(stats, ttft_s=stats.ttft_s + self.took, notes=notes)
@@ -82,14 +82,13 @@ class ReadPrefix:
 class StoredPrefixes:
     """A prefix store, for the prompts of one owner.
 
-    A prompt goes on from the longest stored prefix that was prefilled as it would be itself, so the answer is that of
-    a new prefill. Whoever reads one calls `find` first, and `add` at each border and at the end of prompt or turn.
+    A prompt continues from the longest stored prefix with an identical prefill, so the answer is that of a new prefill.
+    A driver calls `find` first, and `add` at each border and at the end of prompt or turn.
 
     Attributes:
         store: of prefixes.
-        owner: whose prefixes they are.
-        session: go on with the owner's conversation, on what the plan has left of its earlier turns, as a chat does on
-            its cache.
+        owner: of the prefixes.
+        session: continue the owner's conversation with the entries left by earlier turns, as a chat does on its cache.
     """
 
     store: PromptStore
@@ -103,21 +102,21 @@ class StoredPrefixes:
             sieve: the attached model.
             ids: the prompt's tokens.
             chunk: tokens per forward pass, None for all at once.
-            leave: tokens that must be left to read; 0 for a prompt that is only read.
+            leave: tokens left to prefill; 0 for a prompt without an answer.
         """
         turns = None if self.session else (len(ids),)
         return self.store.find(sieve, ids, self.owner, turns=turns, leave=leave, chunk=chunk)
 
     def is_border(self, plan: Plan, cache: SieveCache, chunk: int | None, last: bool) -> bool:
-        """Return True if the prefix that a cache has read is to be stored: the last one, or one not cut from a longer.
+        """Return True if a cache's prefix is to be stored: the last one, or one that no longer one contains.
 
-        Of the latter those are stored where the chunks read have doubled, or every few with recurrent layers.
+        The latter are stored each time the number of chunks has doubled, or every few with recurrent layers.
 
         Args:
             plan: of the prompt.
             cache: between two passes over it.
             chunk: tokens per forward pass, None for all at once.
-            last: True in front of the prompt's last pass.
+            last: True before the prompt's last pass.
         """
         chunks = 0 if chunk is None else cache.num_seen // chunk
         often = chunks & (chunks - 1) == 0 or (cache.has_state and chunks % STATES == 0)
@@ -127,7 +126,7 @@ class StoredPrefixes:
     def add(
         self, sieve: Any, ids: Sequence[int], cache: SieveCache, seconds: float, chunk: int | None, *, anew: bool = True
     ) -> None:
-        """Store what a cache has read; by default only where a longer prompt may go on from it."""
+        """Store the content of a cache; by default only if a longer prompt may continue from it."""
         add = self.store.add_prompt if anew and not self.session else self.store.add
         add(sieve, ids, cache, seconds, self.owner, chunk=chunk)
 
@@ -140,14 +139,14 @@ class StoredPrefixes:
         progress: Progress | None,
         leave: int = 1,
     ) -> ReadPrefix:
-        """Prefill a prompt but for its last tokens, from the longest stored prefix if the cache is empty.
+        """Prefill all but the last tokens of a prompt, from the longest stored prefix if the cache is empty.
 
         Args:
             sieve: the attached model.
             ids: int64 [1, N], the whole conversation.
-            cache: of the sieve; it has read a prefix, or nothing.
+            cache: of the sieve; with a prefix, or empty.
             chunk: tokens per forward pass, None for all at once.
-            progress: called with (tokens read, tokens in all).
+            progress: called with (tokens done, total tokens).
             leave: see `find`.
         """
         known = ids[0].tolist()
@@ -170,11 +169,11 @@ class StoredPrefixes:
                 if progress is not None:
                     progress(start + done, total)
             except BaseException:
-                # Whoever stops a long prompt may ask again.
+                # A stopped long prompt may be sent again.
                 store()
                 raise
 
-        # Chunks behind the last border end where they would without one.
+        # Chunks after the last border end where they would without one.
         end = start + shared_end(sieve.plan, total - max(LAST, sieve.plan.queries(total)) - start, chunk)
         if end > start:
             sieve.begin(ids[:, :end], cache=cache, chunk=chunk, progress=border)
@@ -207,7 +206,7 @@ class StoredPrefixes:
 def answer(sieve: Any, ids: Tensor, options: dict[str, Any], store: PromptStore | None) -> GenerateResult:
     """Answer a prompt int64 [1, N] as ``Sieve.generate`` does, from the longest prefix in a store.
 
-    Raises InputError where the store cannot serve it.
+    Raises InputError if the store cannot serve it.
     """
     check_store(store)
     if store is None:
@@ -217,22 +216,22 @@ def answer(sieve: Any, ids: Tensor, options: dict[str, Any], store: PromptStore 
 
 
 def acts_at_end(plan: Plan) -> bool:
-    """Return True if the end of a prompt matters to a plan: it drops, encodes or chooses then what is read."""
+    """Return True if a plan drops, encodes or chooses entries at the end of a prompt."""
     return plan.drops or plan.is_view or plan.codec is not None or plan.prefill is not None
 
 
 def may_cut(plan: Plan) -> bool:
-    """Return True if the beginning of what a plan holds exactly is what it would hold having read no more.
+    """Return True if the first exact entries equal those of a shorter prefill.
 
-    What a sparse prompt's tokens have attended to depends on where its passes and its end were, and evictors of chunks
-    have acted before; propagators are given the hidden states of a whole prompt, which are not stored.
+    Entries of sparse prompts depend on the ends of passes, chunked evictors have acted before, and propagators need the
+    hidden states of the whole prompt, which are not stored.
     """
     evicts_chunks = plan.evict is not None and plan.evict.when.chunks
     return plan.prefill is None and plan.propagate is None and not evicts_chunks
 
 
 def why_not(model: AttachedModel) -> str | None:
-    """Return why nothing that a plan reads on a model can be reused, one clause; None where it can."""
+    """Return a clause why a plan's conversations on a model cannot be reused, or None."""
     if model.plan.shortens_prompt:
         return _plan_unserved(model.plan)
     if model.context.ranks.size > 1:
@@ -245,7 +244,7 @@ def why_not(model: AttachedModel) -> str | None:
 
 
 def unserved(sieve: Any, options: Mapping[str, Any]) -> str | None:
-    """Return why a store cannot serve a prompt under a plan with options of `generate`, one clause; None if it can."""
+    """Return a clause why a store cannot serve a prompt under a plan with options of `generate`, or None."""
     own = [name for name in _OWN if options.get(name) is not None] + ["reduce"] * (not options.get("reduce", True))
     if own:
         return f"{own[0]}= makes its reading the caller's own"
@@ -253,7 +252,7 @@ def unserved(sieve: Any, options: Mapping[str, Any]) -> str | None:
 
 
 def check_servable(sieve: Any, options: Mapping[str, Any]) -> None:
-    """Raise InputError where a store cannot serve a prompt; see `unserved`."""
+    """Raise InputError if a store cannot serve a prompt; see `unserved`."""
     _refuse(unserved(sieve, options))
 
 

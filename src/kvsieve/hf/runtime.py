@@ -1,4 +1,4 @@
-"""A model with a plan attached, and the one call of its decoder."""
+"""A model with a plan attached, and the only call of its decoder."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from kvsieve.planning.plans import Plan
 
 @dataclass(frozen=True)
 class Drafter:
-    """A draft model beside an attached one.
+    """A draft model for an attached one.
 
     Attributes:
-        tokenizer: the draft's; None where it shares the model's.
+        tokenizer: the draft's; None if it shares the model's.
         opened: attaches an empty plan to the draft for a `with` block.
     """
 
@@ -50,21 +50,21 @@ class Drafter:
 
 
 class AttachedModel(Unpicklable):
-    """A model with a plan attached: what drivers read prompts with.
+    """A model with a plan attached, used by all drivers.
 
     Attributes:
         model: of transformers.
-        plan: the plan, with nothing left open.
+        plan: the plan, fully specified.
         config: of the model's decoder.
         decoder: the model's decoder.
         layers: of the decoder.
-        num_layers: how many.
+        num_layers: number of layers.
         kinds: of each of them.
         context: facts about the model that every pass needs.
-        facts: facts about the model for evictors that ask for them.
-        engine: how tokens after a prompt are computed.
+        facts: facts about the model for evictors.
+        engine: computes the tokens after a prompt.
         attached: True while the `with` block runs.
-        tokenizer: the model's, None where nobody gave it.
+        tokenizer: the model's, or None.
         drafter: the model that chooses a prompt's tokens, for plans that draft.
     """
 
@@ -92,16 +92,16 @@ class AttachedModel(Unpicklable):
 
     @property
     def is_composite(self) -> bool:
-        """True where the model has other parts than text, such as a vision tower."""
+        """True if the model has other parts than text, such as a vision tower."""
         return self.config is not self.model.config
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of PEFT's adapters that act now."""
+        """Names of the active PEFT adapters."""
         return active_adapters(self._adapted)
 
     def use_tokenizer(self, tokenizer: Any) -> None:
-        """Let the plan take from a tokenizer of transformers what it lacks of one; see Plan.for_tokenizer."""
+        """Complete the plan with a tokenizer of transformers; see Plan.for_tokenizer."""
         self.tokenizer = tokenizer
         self.plan = self.plan.for_tokenizer(tokenizer)
 
@@ -110,10 +110,10 @@ class AttachedModel(Unpicklable):
         return new_cache(self.decoder, self.config, self._owner())
 
     def adopt(self, cache: SieveCache) -> SieveCache:
-        """Let a cache that another plan has read on this model go on under this one, and return it.
+        """Continue a cache of another plan on this model under this one, and return it.
 
-        What the other plan dropped stays dropped. For comparing plans on one reading, and for going on under other
-        adapters on purpose; such a cache is not saved.
+        Entries dropped by the other plan stay dropped. For comparing plans on one prefill, and for continuing under
+        other adapters on purpose; such a cache cannot be saved.
 
         Raises:
             CacheStateError: the cache is of another model.
@@ -126,9 +126,9 @@ class AttachedModel(Unpicklable):
         return cache
 
     def check_cache(self, cache: Any) -> None:
-        """Raise InputError for what is no cache of kvsieve, CacheStateError for that of another model or plan.
+        """Raise InputError unless this is a cache of kvsieve, CacheStateError for that of another model or plan.
 
-        And for one that was read under other adapters of PEFT than act now, or was left by a call that failed half-way.
+        Also for one prefilled under other PEFT adapters, or left by a call that failed half-way.
         """
         if not isinstance(cache, SieveCache):
             raise InputError(f"cache takes what sieve.new_cache() or an earlier result has, got {short(cache)}")
@@ -142,7 +142,7 @@ class AttachedModel(Unpicklable):
         cache.owner = self._owner()
 
     def check_call(self, call: dict[str, Any]) -> None:
-        """Raise for arguments of the decoder that the plan cannot run under."""
+        """Raise for arguments of the decoder that the plan does not support."""
         if self.decoder.training:
             raise UnsupportedOptionError("the model is in training mode; kvsieve is for inference: call model.eval()")
         if call.get("use_cache") is False:
@@ -168,15 +168,15 @@ class AttachedModel(Unpicklable):
         *,
         logits: int = 0,
     ) -> PassResult:
-        """Run one pass over tokens that follow what a cache holds. Drivers call the model here, and nowhere else.
+        """Run one pass over new tokens of a cache. All drivers call the model here.
 
         Args:
-            cache: what the pass continues.
+            cache: of the conversation.
             ids: int64 [B, L], the new tokens.
-            mask: [B, seen + L], 1 for tokens and 0 for padding, of all columns fed so far and the new ones; None when
-                nothing is padding.
-            request: what the driver says of the pass.
-            logits: compute those of so many last columns; 0 for none, which leaves the output layer out.
+            mask: [B, seen + L], 1 for tokens and 0 for padding, of all columns fed so far and the new ones; None
+                without padding.
+            request: of the driver.
+            logits: return those of so many last columns; 0 for none, which skips the output layer.
         """
         device = self.model.device
         ids = ids.to(device)
@@ -209,7 +209,7 @@ class AttachedModel(Unpicklable):
         return self.feed(cache, ids, mask, request, logits=logits)
 
     def run_pass(self, session: Session, call: dict[str, Any], logits: int) -> Any:
-        """Call the model, or its decoder where no logits are asked for; None where the pass was stopped on purpose."""
+        """Call the model, or its decoder without logits; return None for a pass stopped on purpose."""
         session.prepared = True
         try:
             with torch.no_grad():
@@ -221,12 +221,12 @@ class AttachedModel(Unpicklable):
                 cancel_session(session)
 
     def check_tokens(self, cache: SieveCache, new: int, text: Tensor | None = None) -> None:
-        """Raise KvsieveError for tokens that cannot follow what a cache has read, or weights that were cast or moved.
+        """Raise KvsieveError for tokens that cannot follow those in a cache, or weights that were cast or moved.
 
         Args:
-            cache: what the pass continues.
+            cache: of the conversation.
             new: tokens of the pass, per row.
-            text: their ids, int64 [B, L], where none may stand for an image; None where that need not be checked.
+            text: their ids, int64 [B, L], if none may be a placeholder of an image; None to skip that check.
         """
         if new > 1 or cache.turn.reading:
             self.engine.look()
@@ -239,9 +239,9 @@ class AttachedModel(Unpicklable):
             check_no_media(text, self.model.config, self.plan.name)
 
     def _check_continues(self, cache: SieveCache, new: int) -> None:
-        """Raise UnsupportedOptionError where `new` tokens cannot follow what a cache has read.
+        """Raise UnsupportedOptionError if `new` tokens cannot follow those in a cache.
 
-        Some models' recurrent layers take up their state for one token at a time only, and start afresh with several.
+        Some models' recurrent layers continue their state for one token at a time only, and reset it with several.
         """
         if new > 1 and cache.num_seen and cache.has_state and not self._probing and not self.continues:
             raise UnsupportedOptionError(
@@ -251,7 +251,7 @@ class AttachedModel(Unpicklable):
             )
 
     def _check_counts_on(self, cache: SieveCache) -> None:
-        """Raise UnsupportedOptionError where positions of further tokens do not simply count on."""
+        """Raise UnsupportedOptionError if positions of further tokens do not simply count on."""
         if cache.conversation.multi_axis_positions:
             raise UnsupportedOptionError(
                 "the conversation holds images, whose tokens have positions on several axes, and only single tokens "
@@ -260,9 +260,9 @@ class AttachedModel(Unpicklable):
 
     @functools.cached_property
     def continues(self) -> bool:
-        """True where several tokens may follow others.
+        """True if several tokens may follow others.
 
-        Found by reading two tokens after two: as all four at once, or such that the states between them matter.
+        Found by a trial: two tokens after two must equal all four at once, or depend on the states between them.
         """
         ids = torch.arange(1, 5, device=self.model.device)[None] % self.config.vocab_size
         request = PassRequest(plan=Plan())

@@ -11,16 +11,16 @@ Entries = Literal["growing", "latent", "window", "chunk", "shared", "none"]
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Kind of one decoder layer: the memory of earlier tokens that it has.
+    """Kind of one decoder layer: its memory of earlier tokens.
 
     Attributes:
         entries: "growing", keys and values of every token, which plans act on; "latent", the same in compressed form;
             "window", those of the last `span` tokens; "chunk", those of the tokens since the last multiple of `span`;
             "shared", those of the layer `source`; "none", no entries.
-        state: True where it has recurrent state, of a size that does not grow (linear attention, state spaces,
-            convolutions), alone or beside entries.
+        state: True if it has recurrent state of constant size (linear attention, state spaces, convolutions), with or
+            without entries.
         span: tokens of a window or chunk.
-        source: index of the layer whose entries it reads.
+        source: index of the layer that it shares entries of.
     """
 
     entries: Entries = "growing"
@@ -30,7 +30,7 @@ class LayerKind:
 
     @property
     def grows(self) -> bool:
-        """True where entries of every token are kept: what plans act on."""
+        """True if entries of every token are stored, for plans to act on."""
         return self.entries in ("growing", "latent")
 
     @property
@@ -53,14 +53,14 @@ class LayerShape:
 
     Attributes:
         kind: of the layer.
-        heads: KV heads of what it stores; 1 for latent entries, which serve all heads.
-        entry_elements: elements of an entry, all heads together; 0 where it stores none.
+        heads: stored KV heads; 1 for latent entries, which serve all heads.
+        entry_elements: elements of an entry, all heads together; 0 without entries.
         dims: channels of a key, and of a value.
         query_heads: query heads of its first attention, 0 without one.
         pair_elements: elements of a query that meet a key, and of a value that meets a weight, over all query heads.
         state_elements: elements of its recurrent state, in the model's dtype.
-        wide_state_elements: those in float32, whatever the model's dtype.
-        last_token_only: True where only a prompt's last token comes to it.
+        wide_state_elements: those that are always float32.
+        last_token_only: True if only a prompt's last token reaches it.
     """
 
     kind: LayerKind
@@ -90,7 +90,7 @@ _NAMES = {
 
 
 def describe_kinds(kinds: tuple[LayerKind, ...]) -> str:
-    """Say what a model's layers hold, such as "16 of 64 layers hold KV that grows, 48 are recurrent"."""
+    """Return a clause such as "16 of 64 layers hold KV that grows, 48 are recurrent"."""
     grows = len(growing_layers(kinds))
     both = sum(kind.state and kind.entries != "none" for kind in kinds)
     latent = sum(kind.entries == "latent" for kind in kinds)

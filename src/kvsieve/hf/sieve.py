@@ -71,16 +71,16 @@ class Sieve(AttachedModel):
         """Prefill a prompt, apply the plan to it and return the cache, ready for a next turn.
 
         Args:
-            input_ids: int64 [B, N], left-padded, or what ``tokenizer(..., return_tensors="pt")`` returned; with a used
-                `cache` the whole conversation, of which only new tokens are read.
+            input_ids: int64 [B, N], left-padded, or the output of ``tokenizer(..., return_tensors="pt")``; with a used
+                `cache` the whole conversation; only new tokens are prefilled.
             attention_mask: [B, N], 1 for tokens and 0 for padding; None when nothing new is padding.
             cache: of this plan on this model; None for a new one.
             chunk: tokens per forward pass, None for all at once.
-            progress: called with (tokens read, tokens in all).
+            progress: called with (tokens done, total tokens).
             protect: spans that are never evicted, ``[(0, 40)]``: half-open, in true tokens; one list, or one per row.
-            quotas: spans of which so many entries stay per layer and head, ``[((0, 40), 10), ((40, 90), "20%")]``. Both
+            quotas: spans with a minimum of entries per layer and head, ``[((0, 40), 10), ((40, 90), "20%")]``. Both
                 count in the budget, and hold as long as the cache is used.
-            reduce: False keeps this turn's prompt whole: the plan does not act on it.
+            reduce: False if the plan must not act on this turn's prompt.
 
         Raises:
             InputError: an empty, too long or wrongly padded prompt, or a span outside it or larger than the budget.
@@ -107,7 +107,7 @@ class Sieve(AttachedModel):
     ) -> SieveCache:
         """Prefill the beginning of a prompt and return the cache, in the middle of that prompt.
 
-        The next `prefill` or `generate` completes the prompt; it needs as many tokens as the plan looks back on.
+        The next `prefill` or `generate` completes the prompt; it must contain the plan's observation window.
 
         Args:
             input_ids: int64 [1, N], one row without padding; with a used `cache`, the whole conversation so far.
@@ -151,7 +151,7 @@ class Sieve(AttachedModel):
             progress: see `prefill`.
             protect: see `prefill`.
             quotas: see `prefill`.
-            question_tokens: last tokens that are a question, read after the plan has acted, and kept whole.
+            question_tokens: last tokens that are a question, prefilled after the plan has acted, without eviction.
             reduce: see `prefill`.
             measure: measure peak memory (which collects garbage), and wait for the GPU at every token.
             **options: generate's own (sampling, beams, num_return_sequences, stop strings, streamers ...).
@@ -193,12 +193,12 @@ class Sieve(AttachedModel):
 
         Args:
             prompt: text of a user, or messages ``[{"role": "user", "content": ...}]``.
-            question: text behind the last message and a blank line.
-            store: `kvsieve.store.PrefixStore` of prompts' beginnings, which has the prompt or is given it.
+            question: text after the last message and a blank line.
+            store: `kvsieve.store.PrefixStore` to find the prompt's prefix in, and to add it to.
             **options: of `generate`; by default 256 new tokens, greedy, in chunks of 1,024.
 
         Raises:
-            InputError: no tokenizer, an empty prompt, a store that cannot serve the plan, or what `generate` raises.
+            InputError: no tokenizer, an empty prompt, a store that cannot serve the plan, or an error of `generate`.
         """
         self._check_attached()
         return answer(self, *asked(self, prompt, question, options), store)
@@ -238,19 +238,19 @@ class Sieve(AttachedModel):
             cache: between turns.
             path: of the file.
             tokenizer: its vocabulary is then checked on loading.
-            ids: int64 [B, N], the conversation's tokens, to go on with.
+            ids: int64 [B, N], the conversation's tokens, to continue with.
             extra: anything JSON can hold.
             force: replace a file there that kvsieve did not save.
 
         Raises CacheStateError for a half-read prompt, InputError for ids or extra that do not fit or another file at
-        the path, CacheFileError for what cannot be written.
+        the path, CacheFileError if it cannot be written.
         """
         check_path(path)
         check_tokenizer(tokenizer)
         save_cache(path, self, cache, tokenizer=tokenizer, ids=ids, extra=extra, force=force)
 
     def load(self, path: str | os.PathLike[str], *, tokenizer: Any = None) -> Saved:
-        """Load a file of `save`: `.cache` on the model's device, to go on with; `.ids`, `.extra`.
+        """Load a file of `save`: `.cache` on the model's device, to continue with; `.ids`, `.extra`.
 
         Raises CacheFileError for a damaged file, or one of another model, dtype, tokenizer or plan.
         """
