@@ -30,7 +30,7 @@ class Foreseen:
 
 @dataclass
 class DenseEntries:
-    """DenseEntries of equal number per head.
+    """Entries of equal number per head.
 
     Attributes:
         keys: [B, H, N, D].
@@ -49,7 +49,7 @@ class DenseEntries:
 
 @dataclass
 class FlatEntries:
-    """DenseEntries that heads keep in different numbers, in one buffer.
+    """Entries in different numbers per head, in one buffer.
 
     Attributes:
         keys: [B, T, D], all heads' entries.
@@ -66,7 +66,7 @@ class FlatEntries:
 
 @dataclass
 class EncodedEntries:
-    """DenseEntries with the older ones encoded.
+    """Entries with the older ones encoded.
 
     Attributes:
         store: of the layer, the token's own entry included.
@@ -79,7 +79,7 @@ class EncodedEntries:
 
 @dataclass
 class Shown:
-    """DenseEntries that a mask shows: bool, broadcastable to [B, Hq, L, N], four dimensions."""
+    """Entries that a mask shows: bool, broadcastable to [B, Hq, L, N], four dimensions."""
 
     mask: Tensor
 
@@ -118,7 +118,7 @@ class Window:
 
 @dataclass
 class Near:
-    """DenseEntries that a window shows by their positions: int [B, N], ascending in each row among its real ones."""
+    """Entries that a window shows by their positions: int [B, N], ascending in each row among its real ones."""
 
     window: Window
     positions: Tensor

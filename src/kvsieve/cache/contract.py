@@ -230,7 +230,7 @@ class LayerMemory(ABC):
         """Bytes of all tensors, including spare room and derived metadata."""
         return storage_bytes(self.all_tensors())
 
-    # What follows is for passes of fixed shapes, which write a token's entry on the device.
+    # The following is for passes of fixed shapes, which write a token's entry on the device.
 
     @property
     def stride(self) -> int:

@@ -52,7 +52,7 @@ class RaggedStore(BufferedMemory):
         # Real entries of each row, of all its heads, and the largest of `counts`; None where they must be looked up.
         self._totals = totals
         self._most = None if totals is None else max(lengths)
-        # [H, H], what `put` writes for a new token's slots.
+        # [H, H], the bias that `put` writes for a new token's slots.
         self._own = torch.zeros(0, 0)
 
     @classmethod
@@ -191,7 +191,7 @@ class RaggedStore(BufferedMemory):
         heads = self.heads
         index.copy_(token_index + torch.arange(index.shape[1], device=index.device) // heads)
         self._own = bias_of_a_token(heads, self._bias().dtype, index.device)
-        # Of no head until they are written: the whole buffer is read.
+        # They belong to no head until they are written: the whole buffer is read.
         self._bias()[:, :, self.size :] = torch.finfo(self._bias().dtype).min
 
     def put(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:

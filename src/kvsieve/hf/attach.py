@@ -75,18 +75,18 @@ def attach(model: Any, plan: Plan, *, decode: str = "auto", tokenizer: Any = Non
     Args:
         model: a causal language model of transformers, unmodified.
         plan: made with `kvsieve.plan`, or of role objects.
-        decode: how tokens after a prompt are computed: "eager" as transformers does; "graph" by a CUDA graph;
-            "fused", on a CPU, with the small operations of norms, positions and gates, and products of few tokens with
-            the model's weights, in compiled calls (other rounding); "auto" by a graph on
-            CUDA, and on a CPU fused, where float32 weights that are bfloat16 numbers are read from copies in bfloat16
-            if memory allows them. What cannot be run so is run eagerly, and ``stats.decoding`` says why.
+        decode: how tokens after a prompt are computed: "eager" as transformers does; "graph" by a CUDA graph; "fused",
+            on a CPU, with the small operations of norms, positions and gates, and products of few tokens with the
+            model's weights, in compiled calls (other rounding); "auto" by a graph on CUDA, and on a CPU fused, where
+            float32 weights that are bfloat16 numbers are read from copies in bfloat16 if memory allows them. Passes
+            that do not allow it run eagerly, and ``stats.decoding`` says why.
         tokenizer: the model's, for plans that feed texts of their own (`kvzip`, which asks the model to repeat its
             prompt; ``sieve.chat(tokenizer)`` serves as well), for parameters that depend on how it splits digits,
             and for the text of ``result.kept``.
 
     Raises:
         UnsupportedModelError: the plan cannot run on the model.
-        PlanError: a layer lies outside the model, or the plan cannot run where heads are divided among processes
+        PlanError: a layer is outside the model, or the plan cannot run where heads are divided among processes
             (docs/parallel.md).
         KvsieveError: the model has a plan attached already. All of them when the block is entered.
     """

@@ -63,7 +63,7 @@ def install(model: AttachedModel, *, hidden: bool, leaving: Sequence[int] = (), 
 
     handles: list[Any] = []
     for part in (model.model, decoder):
-        # Before those that may raise; behind a pass torch calls both, whatever happened in it.
+        # Before those that may raise; after a pass torch calls both in any case.
         handles.append(part.register_forward_pre_hook(_take_cores))
         handles.append(part.register_forward_hook(_give_cores_back, always_call=True))
     if model.is_composite:
@@ -73,7 +73,7 @@ def install(model: AttachedModel, *, hidden: bool, leaving: Sequence[int] = (), 
         ]
     tables = model.context.tables
     if tables is not None and tables.module is not None:
-        # Before those that note what it makes.
+        # Before those that record its output.
         hook = functools.partial(make_tables, tables)
         handles.append(tables.module.register_forward_hook(hook, with_kwargs=True))
     handles += [
@@ -171,7 +171,7 @@ def _propagation_hooks(model: AttachedModel, layers: list[nn.Module], source: in
 def _outside(model: AttachedModel) -> list[nn.Module]:
     """List the decoder's modules outside its layers, which make their arguments."""
     inside = {id(module) for layer in model.layers for module in layer.modules()}
-    # What tokens are embedded as are hidden states; a composite model makes them outside its decoder.
+    # Embedded tokens are hidden states; a composite model makes them outside its decoder.
     inside |= {id(model.decoder), *(id(each) for each in model.model.get_input_embeddings().modules())}
     return [each for each in model.decoder.modules() if id(each) not in inside]
 

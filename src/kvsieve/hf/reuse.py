@@ -23,13 +23,13 @@ from kvsieve.hf.prompt.options import Progress, shifted
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.plans import Plan
 
-# Last tokens of a prompt in front of which its last border lies: another question on the same document begins before.
+# Tokens after a prompt's last border: another question on the same document begins within them.
 LAST = 128
-# Chunks between two borders of a model with recurrent state, whose shorter prefixes cannot be cut from longer ones.
+# Chunks between two borders of a model with recurrent state: its prefixes cannot be cut from longer ones.
 STATES = 4
 # Tokens below which prefilling is quicker than finding.
 LEAST = 32
-# Options that make a prefill its caller's own, which others cannot go on from.
+# Options that make a prefill unusable for other callers.
 _OWN = ("protect", "quotas", "question_tokens", "cache")
 
 

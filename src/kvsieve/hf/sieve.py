@@ -32,7 +32,7 @@ from kvsieve.hf.reuse import PromptStore, answer
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.plans import Plan
 
-# What completion shows of a Sieve; the rest is for drivers.
+# Names that completion shows of a Sieve; the rest is for drivers.
 _PUBLIC = "ask begin chat generate kept last_stats load model new_cache plan prefill save tokenizer".split()
 
 

@@ -199,7 +199,7 @@ class SieveLayer(StoreLayer):
 
 
 class WindowLayer(StoreLayer):
-    """DenseEntries that future tokens can still see, of a layer with a window or chunk.
+    """Entries that future tokens can still see, of a layer with a window or chunk.
 
     The store's index has positions here (padding not counted), which define the window: tokens dropped before this
     layer leave holes.
@@ -247,6 +247,6 @@ class WindowLayer(StoreLayer):
             seen = self.window.sees(position.amax(1, keepdim=True) + 1, position)
             if store.valid is not None:
                 seen &= store.valid[:, 0]
-            # Of the row that sees the most.
+            # For the row that sees the most.
             first = int(seen.any(0).to(torch.uint8).argmax()) if bool(seen.any()) else store.size
         store.drop_first(first, self.room)

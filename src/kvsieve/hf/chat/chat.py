@@ -1,4 +1,4 @@
-"""A conversation on one cache: each turn feeds what is new, and a turn that fails leaves no trace."""
+"""A conversation on one cache: each turn feeds only new tokens, and a failed turn leaves no trace."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _T = TypeVar("_T")
 class Chat(Forked):
     """One conversation under a plan. Made by ``Sieve.chat()``.
 
-    A turn that does not end well (an interrupt, an exception in on_text, a message too long for the context, an option
-    that is refused) leaves messages, ids and cache as they were before it.
+    A failed turn (an interrupt, an exception in on_text, a message too long for the context, a refused option) leaves
+    messages, ids and cache unchanged.
     """
 
     _instead = "save it with chat.save(path), which sieve.chat(tokenizer, load=path) reads"
-    # What a turn in progress is known by; an attribute of the instance only then.
+    # Identifies a turn in progress; an attribute of the instance only then.
     _turn: object | None = None
 
     def __init__(
@@ -81,7 +81,7 @@ class Chat(Forked):
 
     @property
     def _transcript(self) -> Transcript:
-        # Not the state, whose cache would live for as long as a traceback is kept.
+        # Not the state: its cache would live as long as a traceback.
         return self._state.transcript
 
     def __repr__(self) -> str:
@@ -92,7 +92,7 @@ class Chat(Forked):
 
     @property
     def messages(self) -> list[Message]:
-        """All that was said, as ``{"role", "content"}``; a copy."""
+        """All messages, as ``{"role", "content"}``; a copy."""
         return [dict(message) for message in self._transcript.messages]
 
     @property
@@ -103,7 +103,7 @@ class Chat(Forked):
 
     @property
     def context(self) -> str | None:
-        """The beginning of the next message, which `read` has read; None if nothing."""
+        """The beginning of the next message, fed by `read`; None without one."""
         return self._transcript.context
 
     @property
@@ -118,34 +118,34 @@ class Chat(Forked):
 
     @property
     def kept(self) -> Kept:
-        """Tokens of the conversation that the cache still holds; docs/options.md."""
+        """Tokens of the conversation that the cache still stores; docs/options.md."""
         return kept_of(self.cache, self.ids, tokenizer=self.tokenizer)
 
     def ask(self, message: str, on_text: Callable[[str], None] | None = None, **options: Any) -> Reply:
         """One turn: the user says `message`, the model answers.
 
-        on_text is called with pieces of the answer as they come. options: of ``Sieve.generate``, for this turn only;
-        spans of protect= and quotas= count the whole conversation (`ids`), protect= takes "system" and "user" (this
-        turn's message) too, question_tokens= the message's last tokens.
-        Raises InputError for a message that is empty or does not fit the context with a token of an answer,
-        UnsupportedOptionError for beams, several answers and what a chat does itself, and whatever on_text raises.
+        on_text is called with pieces of the answer. options: of ``Sieve.generate``, for this turn only; spans of
+        protect= and quotas= count the whole conversation (`ids`), protect= accepts "system" and "user" (this turn's
+        message) too, question_tokens= the message's last tokens. Raises InputError for a message that is empty or does
+        not fit the context with a token of an answer, UnsupportedOptionError for beams, several answers and options
+        that a chat sets, and any error of on_text.
         """
         return self._alone(lambda: self._take(self._answer(False, message, on_text, options, lambda: None)))
 
     def stream(self, message: str, **options: Any) -> Generator[str, None, Reply]:
         """`ask`, as a generator of the answer's pieces, which returns the Reply.
 
-        The model runs in a thread. Closing the generator (leaving its loop) stops it after the token or the chunk of
-        the prompt that it is at, and the turn is forgotten, also where the model was done already: a turn counts once
-        the generator has ended. A progress= callback is called in that thread.
+        The model runs in a thread. Closing the generator (leaving its loop) stops it after the current token or chunk,
+        and discards the turn, even if the model has finished: a turn counts once the generator has ended. A progress=
+        callback is called in that thread.
         """
         return self._streamed(False, message, options)
 
     def retry(self, on_text: Callable[[str], None] | None = None, **options: Any) -> Reply:
-        """Answer the last message again, as if its first answer had not been: other draws where answers are sampled.
+        """Answer the last message again, replacing its first answer: with other draws under sampling.
 
-        Of a chat made with retry=True. options: as for `ask`; those of the first answer alone are to be given again.
-        A failure leaves the first answer. Raises InputError where no turn can be answered again, and what `ask` raises.
+        For a chat made with retry=True. options: as for `ask`; options of the first answer alone must be repeated. A
+        failure keeps the first answer. Raises InputError if no turn can be answered again, and the errors of `ask`.
         """
         return self._alone(lambda: self._take(self._answer(True, "", on_text, options, lambda: None)))
 
@@ -154,12 +154,11 @@ class Chat(Forked):
         return self._streamed(True, "", options)
 
     def read(self, text: str, **options: Any) -> None:
-        """Read the beginning of the next user message, such as a long document, and answer nothing yet.
+        """Prefill the beginning of the next user message, such as a long document, without an answer.
 
-        The next `ask` goes on with the same message, after a blank line; `snapshot` or `fork` here to ask many
-        questions on one context. The plan reduces what it has read without having seen a question. options: protect,
-        quotas, reduce, chunk and progress, as for ``Sieve.prefill``.
-        Raises InputError for a text that is empty or too long for the context.
+        The next `ask` continues the same message, after a blank line; `snapshot` or `fork` here to ask many questions
+        on one context. The plan acts on it without having seen a question. options: protect, quotas, reduce, chunk and
+        progress, as for ``Sieve.prefill``. Raises InputError for a text that is empty or too long for the context.
         """
         check_text("text", text)
         options = {"chunk": self.options["chunk"], **options}
@@ -195,7 +194,7 @@ class Chat(Forked):
         self._alone(work)
 
     def fork(self) -> Chat:
-        """A copy that goes its own way. Raises CacheStateError in the middle of a turn."""
+        """Return an independent copy. Raises CacheStateError in the middle of a turn."""
 
         def work() -> Chat:
             other = Chat(self.sieve, self.tokenizer, store=self._store, retry=self._retries, **self.options)
@@ -209,7 +208,7 @@ class Chat(Forked):
         """Write the chat to a file that ``sieve.chat(tokenizer, load=path)`` continues.
 
         force: replace a file there that kvsieve did not save. Raises CacheStateError in the middle of a turn,
-        InputError where such a file is, CacheFileError for what cannot be saved or written.
+        InputError for such a file, CacheFileError if it cannot be saved or written.
         """
 
         def work() -> None:
@@ -247,7 +246,7 @@ class Chat(Forked):
         given: dict[str, Any],
         check: Callable[[], None],
     ) -> tuple[Reply, ChatState]:
-        """The answer to a message, or to the last one `again`, and what the chat is with it. check: raises to end."""
+        """Return the answer to a message, or `again` to the last one, and the new state. check: raises to end."""
         message = self._last_message() if again else message
         question = self._maker.question(self._start(again).transcript, message, given, self.options)
         self._at = None
@@ -263,7 +262,10 @@ class Chat(Forked):
         return reply
 
     def _start(self, again: bool) -> ChatState:
-        """Where a turn begins, which no caller keeps in a variable; see `_transcript`. Raises InputError."""
+        """Return the state at the beginning of a turn, which no caller keeps in a variable; see `_transcript`.
+
+        Raises InputError.
+        """
         start = self._state.before if again else self._state
         if start is None:
             why = "none was made since the chat began, was loaded or forked, or has read ahead; ask a message first"
@@ -273,18 +275,18 @@ class Chat(Forked):
         return start
 
     def _last_message(self) -> str:
-        """The last message without what `read` had read of it. Raises InputError."""
+        """Return the last message without the part fed by `read`. Raises InputError."""
         context = self._start(again=True).transcript.context
         said = self._transcript.messages[-2]["content"]
         return said if context is None else said.removeprefix(f"{context}{BREAK}")
 
     def _alone(self, work: Callable[[], _T]) -> _T:
-        """Do `work` while nobody else does anything with the chat; then the cache is what `_state` says it is.
+        """Do `work` with exclusive use of the chat, and a cache that agrees with `_state`.
 
-        An interrupt anywhere in here leaves the chat free, and a cache that is put right by the next who comes.
+        An interrupt at any point leaves the chat unlocked, and a cache that the next call restores.
         """
         mine = object()
-        # Twice, because an interrupt may come within what is done at the end.
+        # Twice, because an interrupt may come within the final steps.
         try:
             try:
                 if vars(self).setdefault("_turn", mine) is not mine:
@@ -300,7 +302,7 @@ class Chat(Forked):
                 del self._turn
 
     def _settle(self) -> None:
-        """Put the cache right after a turn that failed."""
+        """Restore the cache after a failed turn."""
         state = self._state
         if self._at is not state:
             self._cache.rollback(state.cache)

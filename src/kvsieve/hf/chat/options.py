@@ -1,4 +1,4 @@
-"""The options of generate, where a chat gives them."""
+"""Options of generate in a chat."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOT_HERE = {
 
 
 def complete_options(options: dict[str, Any], model: Any, tokenizer: Any, stops: frozenset[int]) -> frozenset[int]:
-    """Fill in what generate needs to know, and return the tokens that end this answer; stops: where nothing says so."""
+    """Fill in options for generate, and return the end tokens of this answer; stops: the default."""
     config = options.get("generation_config")
     own = model.generation_config
     if "eos_token_id" in options:
@@ -43,7 +43,7 @@ def complete_options(options: dict[str, Any], model: Any, tokenizer: Any, stops:
 
 
 def check_chat_options(options: dict[str, Any], model: Any) -> None:
-    """Raise for options that a chat cannot honour, given to it or by the model's configuration of generate."""
+    """Raise for options of the chat or of the model's configuration that a chat does not support."""
     for name, instead in _NOT_HERE.items():
         if options.get(name) is not None:
             raise UnsupportedOptionError(f"{name}= is not for a chat: {instead}")
@@ -57,6 +57,6 @@ def check_chat_options(options: dict[str, Any], model: Any) -> None:
     check_single_answer(model, options, ", or use fork() and ask in each")
     try:
         config = config_in_effect(model, options)
-    except Exception as error:  # of comparing what it was given, whatever that may be
+    except Exception as error:  # of comparing an arbitrary value
         raise refusal(options, error) from error
     check_config(model, options, config)

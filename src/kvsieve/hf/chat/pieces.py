@@ -1,4 +1,4 @@
-"""The streamer that writes an answer's text as it comes."""
+"""The streamer of an answer's text."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvsieve.detokenize import Detokenizer
 
 
 class Pieces(BaseStreamer):
-    """Gives `on_text` an answer in pieces, none of which ends within a character.
+    """Passes an answer to `on_text` in pieces that end between characters.
 
     Args:
         tokenizer: any.
-        stops: tokens that end the answer and are no text.
+        stops: end tokens of the answer, not part of the text.
         on_text: called with each piece; None for none.
-        check: called at each token; raises where the answer is to end.
+        check: called at each token; raises to end the answer.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Pieces(BaseStreamer):
         return self._words.text
 
     def put(self, value: Tensor) -> None:
-        # What comes first is the prompt.
+        # The prompt comes first.
         if not self._begun:
             self._begun = True
             return

@@ -1,4 +1,4 @@
-"""The state of a chat at a moment, and its answers."""
+"""The state of a chat, and its answers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Reply:
     """One answer.
 
     Attributes:
-        text: what the pieces given to on_text are together, special tokens left out.
-        tokens: the ids that were generated, the one that ended the turn included.
-        ended: True when the model ended its answer itself, False when it was cut.
+        text: all pieces given to on_text, without special tokens.
+        tokens: the generated ids, including the end token.
+        ended: True if the model ended its answer itself, False if it was cut.
         stats: of this turn's generate call; stats.notes say where the context cut the answer.
     """
 
@@ -32,14 +32,14 @@ class Reply:
 
 @dataclass(frozen=True)
 class Transcript:
-    """A conversation as it was said and fed.
+    """A conversation's messages and ids.
 
     Attributes:
         ids: int64 [1, N], all that was fed or generated.
-        messages: all that was said.
+        messages: all messages.
         turns: the statistics of every turn.
         context: the next user message's text so far, fed already.
-        ended: True where the last id ends an answer, and was not read yet.
+        ended: True if the last id ends an answer, and is not processed yet.
     """
 
     ids: Tensor
@@ -51,12 +51,12 @@ class Transcript:
 
 @dataclass(frozen=True)
 class ChatState:
-    """All that a chat is, so that one assignment takes it from a turn to the next.
+    """The whole state of a chat, replaced by one assignment per turn.
 
     Attributes:
-        transcript: what was said.
-        cache: what the cache is then.
-        before: where the last turn began, for `Chat.retry`; None where there is no way back.
+        transcript: messages and ids.
+        cache: state of the cache.
+        before: state at the beginning of the last turn, for `Chat.retry`, or None.
     """
 
     transcript: Transcript
@@ -72,7 +72,7 @@ class ChatSnapshot:
 
 
 def saved_form(transcript: Transcript) -> dict[str, Any]:
-    """Return a conversation as JSON has it, but for its ids."""
+    """Return a conversation as JSON, without its ids."""
     return {
         "messages": list(transcript.messages),
         "turns": [stats.to_dict() for stats in transcript.turns],

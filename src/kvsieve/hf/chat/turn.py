@@ -1,4 +1,4 @@
-"""One turn of a conversation: the ids that a message adds, and the model's answer to them."""
+"""One turn of a conversation: the ids of a message, and the model's answer."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Question:
 
     Attributes:
         ids: int64 [1, N], the conversation with the message, up to the answer.
-        context: tokens of the model's context; None where it has no end.
-        message: the whole message, what `Chat.read` has read of it included.
+        context: tokens of the model's context, or None without a limit.
+        message: the whole message, including the part fed by `Chat.read`.
         stops: ids that end an answer.
-        max_new_tokens: most tokens of an answer that are wanted.
+        max_new_tokens: most tokens of an answer.
         progress: the caller's callback.
         options: the other options of ``Sieve.generate``.
     """
@@ -50,7 +50,7 @@ class Question:
 
 
 class TurnMaker:
-    """Makes the turns of a conversation. Keeps nothing of it, and changes nothing but the cache it is given."""
+    """Makes the turns of a conversation. Stateless, except for changes of the given cache."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class TurnMaker:
 
         Args:
             before: the conversation so far.
-            message: what the user says.
+            message: text of the user.
             given: options of this turn.
-            options: the chat's options, for what is not given.
+            options: the chat's options, as defaults.
         """
         check_text("message", message)
         config = given.get("generation_config")
@@ -124,7 +124,7 @@ class TurnMaker:
         on_text: Callable[[str], None] | None,
         check: Callable[[], None],
     ) -> tuple[Reply, Transcript]:
-        """Return the model's answer, and the conversation with it. check: raises where the turn is to end."""
+        """Return the model's answer, and the conversation with it. check: raises to end the turn."""
         ids = question.ids
         wanted = question.max_new_tokens
         context = question.context
@@ -176,7 +176,7 @@ class TurnMaker:
         return Reply(pieces.text, tokens, ended, stats), after
 
     def read(self, ids: Tensor, cache: SieveCache, options: dict[str, Any]) -> None:
-        """Read the conversation int64 [1, N] with the beginning of a message; options of ``Sieve.prefill``."""
+        """Prefill the conversation int64 [1, N] with the beginning of a message; options of ``Sieve.prefill``."""
         prefixes, left_out = self._prefixes(options)
         for note in left_out:
             warnings.warn(note, KvsieveWarning, stacklevel=5)
@@ -186,7 +186,7 @@ class TurnMaker:
             prefixes.prefill(self.sieve, ids, cache, options)
 
     def _prefixes(self, options: dict[str, Any]) -> tuple[StoredPrefixes | None, list[str]]:
-        """Return the store for a turn with options, or None and what to say of that."""
+        """Return the store for a turn with options, or None and notes on the reason."""
         reason = None if self.prefixes is None else unserved(self.sieve, options)
         return (self.prefixes, []) if reason is None else (None, [f"the store was left out: {reason}"])
 
@@ -198,10 +198,10 @@ class TurnMaker:
         return dataclasses.replace(before, ids=ids, context=(before.context or "") + fed, ended=False)
 
     def _fed(self, before: Transcript, text: str, open_end: bool = False) -> tuple[Tensor, int | None]:
-        """int64 [1, N]: the conversation with a message, up to the answer; and where the context ends, None if nowhere.
+        """Return int64 [1, N]: the conversation with a message, up to the answer; and the end of the context, or None.
 
-        The token that ended an answer was never read by the model: where the template writes another, or more, it
-        gives way.
+        The end token of an answer was never processed by the model: if the template has other tokens there, they
+        replace it.
         """
         known = before.ids
         added = self.turns.added(before.messages, text, before=before.context, open_end=open_end)

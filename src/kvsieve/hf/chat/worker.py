@@ -20,8 +20,8 @@ class Stopped(BaseException):
 class Worker(threading.Thread):
     """The thread of a stream.
 
-    Thread.join and is_alive alone are of no use to who may be interrupted: a join that is interrupted takes the thread
-    for ended, and a start for not begun.
+    Thread.join and is_alive alone are not safe under interrupts: an interrupted join takes the thread for ended, and an
+    interrupted start for not begun.
 
     left: not empty once the generator has ended, or was left.
     """
@@ -36,7 +36,7 @@ class Worker(threading.Thread):
     def run(self) -> None:
         self._begun = True
         try:
-            # What begins after the generator was left does nothing.
+            # Work that begins after the generator was left does nothing.
             if self._left.empty():
                 self._work()
         finally:
@@ -45,7 +45,7 @@ class Worker(threading.Thread):
             self._end.put(None)
 
     def wait(self) -> None:
-        """Return once the work has ended, whatever comes; an interrupt meanwhile is raised after that."""
+        """Return once the work has ended, in any case; an interrupt meanwhile is raised after that."""
         interrupt = None
         while self._begun and not self._over:
             try:
@@ -67,11 +67,11 @@ def streamed(
     answer: Callable[[Callable[[str], None], Callable[[], None]], _Made],
     take: Callable[[_Made], _T],
 ) -> Generator[str, None, _T]:
-    """Yield the pieces of an answer that is made in a thread, and return what `take` makes of it.
+    """Yield the pieces of an answer from a thread, and return the result of `take`.
 
     Args:
         alone: does the work while the chat is locked.
-        answer: gives its first argument the pieces, and calls the second where the turn may end.
+        answer: passes pieces to its first argument, and calls the second where the turn may end.
         take: called with the answer once it is complete.
     """
     said: SimpleQueue[str | tuple[_Made] | BaseException] = SimpleQueue()
@@ -97,7 +97,7 @@ def streamed(
                 said.put(error)
 
     worker = Worker(work, left)
-    # Twice, because an interrupt may come within what is done at the end.
+    # Twice, because an interrupt may come within the final steps.
     try:
         try:
             worker.start()

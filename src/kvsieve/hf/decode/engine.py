@@ -1,8 +1,8 @@
 """Decoding with fixed shapes: a pass is recorded once, as a CUDA graph, and run again for every token.
 
-While a plan is attached the decoder's `forward` is replaced on the instance. It runs what it can with fixed shapes
-(recorded_pass.py) and all else as transformers does, and the turn's record says why. The decoder's hooks, the output
-layer and sampling stay outside, so nothing changes for them.
+While a plan is attached the decoder's `forward` is replaced on the instance. It runs passes with fixed shapes if
+possible (recorded_pass.py) and all others as transformers does, and the turn's record says why. The decoder's hooks,
+the output layer and sampling stay outside, so nothing changes for them.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _log = logging.getLogger(__name__)
 class Engine:
     """Runs the decoder's passes while a plan is attached. asked: "eager", "fused" or "graph".
 
-    refusal: why no pass can be run as asked, None while some may.
+    refusal: reason against running any pass as requested, or None.
 
     Args:
         decoder: of a model.
-        asked: as `attach` takes it.
-        divided: True where heads are divided among processes.
+        asked: as in `attach`.
+        divided: True if heads are divided among processes.
         output: the model's output layer.
     """
 
@@ -101,14 +101,14 @@ class Engine:
             self._fused.look()
 
     def install(self) -> None:
-        """Replace the decoder's forward, if that is of use; `remove` brings it back."""
+        """Replace the decoder's forward, if that is useful; `remove` restores it."""
         if self._fused is not None:
             self._fused.install()
         if self.asked in RECORDERS and self.refusal is None:
             self.decoder.forward = functools.wraps(self._forward)(functools.partial(self._dispatch))
 
     def remove(self) -> None:
-        """Leave the decoder as it was found, and free what was recorded."""
+        """Restore the decoder, and free recordings."""
         self._known.clear()
         if self._fused is not None:
             self._fused.remove()
@@ -165,12 +165,12 @@ class Engine:
 
     @contextlib.contextmanager
     def _may_fail(self, cache: SieveCache) -> Iterator[None]:
-        """Where the decoder cannot be recorded or run again, everything is run eagerly from then on."""
+        """Run everything eagerly from now on if the decoder cannot be recorded or replayed."""
         try:
             yield
         except Exception as error:
             self._known.clear()
-            # What readers remember may have been half written to.
+            # Readers' metadata may be half written.
             for layer in cache.sieve_layers.values():
                 layer.store.derived = {}
             what = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -179,7 +179,7 @@ class Engine:
             raise Refused(self.refusal) from error
 
     def _check(self, session: Session, kwargs: dict[str, Any]) -> None:
-        """Raise Refused for a pass that fixed shapes cannot serve."""
+        """Raise Refused for a pass that fixed shapes do not support."""
         cache = session.cache
         config = getattr(self.decoder, "config", None)
         if session.tokens.size > 1:
@@ -208,7 +208,7 @@ class Engine:
 
     @staticmethod
     def _arguments(session: Session, kwargs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The decoder's arguments: tensors that change from token to token, and all that must not."""
+        """Return the decoder's arguments: tensors that change from token to token, and constant others."""
         left_out = ("attention_mask", *CACHE_NAMES)
         given = {name: value for name, value in kwargs.items() if value is not None and name not in left_out}
         inputs = {name: given.pop(name) for name in _INPUTS if name in given}
@@ -222,7 +222,7 @@ class Engine:
         return inputs, given
 
     def _made(self, session: Session, inputs: dict[str, Tensor], options: dict[str, Any]) -> tuple[RecordedPass, Run]:
-        """Record a pass on the session's cache, which is then as it was but for room."""
+        """Record a pass on the session's cache, which only gains room."""
         cache = session.cache
         passes = session.cache.turn.record.passes
         began = time.perf_counter()
@@ -247,7 +247,7 @@ class Engine:
 
 
 def _alike(made: RecordedPass, inputs: dict[str, Tensor], options: dict[str, Any]) -> bool:
-    """Tell that a pass was recorded for such arguments."""
+    """Return True if a pass was recorded for such arguments."""
     if inputs.keys() != made.inputs.keys() or options.keys() != made.options.keys():
         return False
     for name, tensor in inputs.items():
@@ -263,7 +263,7 @@ def _alike(made: RecordedPass, inputs: dict[str, Tensor], options: dict[str, Any
 
 
 def _make_room(session: Session) -> None:
-    """Have room for the tokens that are still expected. Evictors that act while decoding keep small buffers in use."""
+    """Reserve room for the expected tokens. Evictors that act while decoding keep small buffers."""
     cache = session.cache
     evictor = session.plan.evict
     acts = evictor is not None and evictor.when.steps is not None

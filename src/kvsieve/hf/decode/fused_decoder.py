@@ -1,4 +1,4 @@
-"""All that a CPU's decoder computes in compiled calls: small operations of layers, and products of few tokens."""
+"""Compiled calls of a decoder on a CPU: small operations of layers, and products of few tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvsieve.hf.decode.linears import Linears
 
 _log = logging.getLogger(__name__)
 
-# Bytes of weights below which these lie in the processor's cache, and take little time.
+# Bytes of weights that fit the processor's cache, and take little time.
 _LEAST = 32 << 20
 
 
@@ -60,7 +60,7 @@ class FusedDecoder:
         return 0 if self._linears is None else self._linears.narrow_bytes
 
     def look(self) -> None:
-        """Look for weights that were written to since they were copied, in ways that torch does not count."""
+        """Detect weights that were written since they were copied, in ways that torch does not count."""
         if self._linears is not None:
             self._linears.look()
 
@@ -76,7 +76,7 @@ class FusedDecoder:
 
 
 def by_default(decoder: nn.Module, output: nn.Module | None, *, alone: bool) -> tuple[str, FusedDecoder | None]:
-    """Return the engine that "auto" means, and what it replaces. alone: heads are not divided, nor layers."""
+    """Return the engine that "auto" means, and its replacements. alone: heads are not divided, nor layers."""
     if next((each.device.type for each in decoder.parameters()), "cpu") == "cuda":
         return "graph", None
     if alone and sum(each.nbytes for each in decoder.parameters()) >= _LEAST:

@@ -1,10 +1,10 @@
-"""The small operations of decoder layers in one compiled call each, on a CPU.
+"""Small operations of decoder layers, each fused into one compiled call, on a CPU.
 
-A norm, rotary positions and a gated activation are a dozen operations of torch, each of which costs more than it
-computes for one token, and reads and writes all of a prompt's. An MLP takes a prompt in parts, so that what lies
-between its products stays near the processor and is never held for all tokens. Which modules are replaced is no guess:
-their forward must consist of what the kernel computes and of nothing else, by the names in its code, and one of each
-kind is compared with the kernel first.
+A norm, rotary positions and a gated activation are a dozen operations of torch, each of which costs more than its
+computation for one token, and reads and writes all of a prompt's. An MLP processes a prompt in parts, so that
+intermediate results stay in cache and are never stored for all tokens. Modules are replaced only if, by the names in
+their code, their forward consists of exactly the kernel's computation; one of each kind is compared with the kernel
+first.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class FusedModules:
 
 
 def _replacements(decoder: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-    """Yield modules with what takes the place of their forward."""
+    """Yield modules with replacements of their forward."""
     known: dict[object, bool] = {}
 
     def agrees(kind: object, check: Callable[..., bool], *given: Any) -> bool:
@@ -132,7 +132,7 @@ def _gated(module: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _can_be_divided(module: nn.Module) -> bool:
-    """Tell that a module computes each token by itself, and that nobody looks at what it is given."""
+    """Return True if a module computes each token separately, and nothing inspects its input."""
     return type(module) is nn.Linear and not (module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -154,7 +154,7 @@ def _with_rotary(forward: types.FunctionType, own: Callable[..., Any]) -> types.
 
 
 def _renaming(own: Callable[..., Any], made: types.FunctionType) -> Callable[..., Any]:
-    """Return `made`; where a module's `own` forward takes its cache by older names, it is called with these."""
+    """Return `made`; if a module's `own` forward accepts its cache by older names, wrapped likewise."""
     if without_renaming(own) is own:
         return made
 
@@ -165,7 +165,7 @@ def _renaming(own: Callable[..., Any], made: types.FunctionType) -> Callable[...
 
 
 def _computes_otherwise(x: Tensor, other: Tensor) -> bool:
-    """Tell that gradients, another dtype or another layout in memory are asked for, which kernels do not serve."""
+    """Return True if gradients, another dtype or another layout are required, which kernels do not support."""
     wants_gradient = torch.is_grad_enabled() and (x.requires_grad or other.requires_grad)
     plain = x.dtype == other.dtype and x.is_contiguous() and other.is_contiguous()
     return wants_gradient or not plain or torch.is_autocast_enabled("cpu")

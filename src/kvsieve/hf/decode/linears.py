@@ -28,20 +28,20 @@ _NUMBERS = 2**23
 
 
 class Linears:
-    """The plain linear layers of a decoder; `install` replaces their forward on the instance, `remove` brings it back.
+    """The plain linear layers of a decoder; `install` replaces their forward on the instance, `remove` restores it.
 
     Args:
         decoder: of a model.
-        output: the model's output layer, which is served like the decoder's.
-        narrow: float32 weights are read from copies in bfloat16 where memory allows them and these hold the same
-            numbers; see `NarrowWeight`.
+        output: the model's output layer, treated like the decoder's.
+        narrow: read float32 weights from bfloat16 copies if memory allows them and these have the same numbers; see
+            `NarrowWeight`.
 
     Attributes:
-        layers: that are served.
+        layers: replaced layers.
         products: one of each layer.
 
     Raises:
-        ValueError: there is no layer to serve, or no kernel; with the reason.
+        ValueError: there is no suitable layer, or no kernel; with the reason.
     """
 
     def __init__(self, decoder: nn.Module, output: nn.Module | None = None, *, narrow: bool = False) -> None:
@@ -69,7 +69,7 @@ class Linears:
         return sum(product.narrow.nbytes for product in self.products if product.narrow is not None)
 
     def install(self) -> None:
-        """Let the layers compute few tokens in C."""
+        """Patch the layers' forward to use C for few tokens."""
         for layer, product in zip(self.layers, self.products, strict=True):
             layer.forward = _forward(layer, product)  # type: ignore[assignment, method-assign]
 
@@ -124,7 +124,7 @@ def _widened(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _computes_otherwise(given: Tensor, parameters: Mapping[str, Any], width: int) -> bool:
-    """Tell that gradients, another dtype, a trace or an error are wanted, which the kernel does not serve."""
+    """Return True if gradients, another dtype, a trace or an error are required, which the kernel does not support."""
     weight = parameters["weight"]
     if torch.is_grad_enabled():
         bias = parameters["bias"]

@@ -1,7 +1,8 @@
-"""Float32 weights whose numbers are bfloat16 ones, read as such: half of the bytes of a token, and the same numbers.
+"""Bfloat16 copies of float32 weights with bfloat16 numbers: half of the bytes per token, and the same numbers.
 
 Checkpoints in bfloat16 become float32 on processors without instructions for bfloat16. A token's products are bound by
-reading weights, so copies in bfloat16 halve their time. Nothing is rounded: a weight with any other number is left.
+reading weights, so copies in bfloat16 halve their time. Nothing is rounded: a weight with any other number is not
+copied.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ class NarrowWeight:
         return self._copy
 
     def look(self, weight: Tensor) -> None:
-        """Let go of the copy where a number of each row and of each column of the weight tells that it has changed."""
+        """Free the copy if a sample of each row and each column of the weight has changed."""
         if self._sample is not None and not torch.equal(self._sample, _sample(weight)):
             self.free()
 
     def free(self) -> None:
-        """Let go of the copy."""
+        """Free the copy."""
         self._version = None
         self._used = 0
         self._copy = None
@@ -72,10 +73,10 @@ def _sample(weight: Tensor) -> Tensor:
 
 
 def narrowed(weight: Tensor) -> Tensor | None:
-    """Copy of a contiguous float32 weight in bfloat16; None where that would round a number.
+    """Return a bfloat16 copy of a contiguous float32 weight, or None if that would round a number.
 
-    The halves of numbers are looked at and copied as integers, of which the lower lies first on these processors:
-    converting there and back, to compare, takes several times as long.
+    Halves of numbers are compared and copied as integers, with the lower first on these processors: converting back and
+    forth takes several times as long.
     """
     halves = weight.view(torch.int16).view(*weight.shape, 2)
     if torch.count_nonzero(halves[..., 0]):
@@ -84,7 +85,7 @@ def narrowed(weight: Tensor) -> Tensor | None:
 
 
 def why_not_narrow(layers: Iterable[nn.Linear]) -> str | None:
-    """Reason why these layers' weights have no copies in bfloat16; None where they may have them."""
+    """Return the reason why these layers' weights have no copies in bfloat16, or None."""
     wide = [layer.weight for layer in layers if layer.weight.dtype == torch.float32]
     if not wide:
         return "no weight is float32"

@@ -1,4 +1,4 @@
-"""The product of few tokens with a linear layer's weight, from the memory in which it lies."""
+"""The product of few tokens with a linear layer's weight, read in place."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from kvsieve.hf.decode.narrow import NarrowWeight
 from kvsieve.kernels.cpu import products as kernel
 
-# A layer's weight and bias, and where they lie.
+# A layer's weight and bias, and their addresses.
 _Place = tuple[Tensor, int, Tensor | None, int]
 
 
 class Product:
-    """Multiplies with the weight of one linear layer, wherever it lies.
+    """Multiplies with the weight of one linear layer, read in place.
 
     Args:
-        layer: whose weight and bias are read.
-        narrow: a float32 weight is read from a copy in bfloat16 where that holds the same numbers; see `NarrowWeight`.
+        layer: source of weight and bias.
+        narrow: read a float32 weight from a bfloat16 copy if that has the same numbers; see `NarrowWeight`.
     """
 
     def __init__(self, layer: nn.Linear, narrow: bool = False) -> None:
@@ -30,19 +30,19 @@ class Product:
         self._known: tuple[_Place | None, kernel.Weight | None] = None, None
 
     def free(self) -> None:
-        """Let go of all tensors."""
+        """Release all tensors."""
         self._known = None, None
         if self.narrow is not None:
             self.narrow.free()
 
     def look(self) -> None:
-        """Let go of a copy of a weight that was written to in a way that torch does not count."""
+        """Free a copy of a weight that was written in a way that torch does not count."""
         place, _ = self._known
         if place is not None and self.narrow is not None and _lies_so(place, self._held):
             self.narrow.look(place[0])
 
     def of(self, given: Tensor) -> Tensor | None:
-        """Product [..., C] of [..., D]; None where the kernel cannot read the weight as it lies."""
+        """Return the product [..., C] of [..., D], or None if the kernel cannot read the weight in place."""
         place, weight = self._known
         if place is None or not _lies_so(place, self._held):
             self.free()
@@ -55,7 +55,7 @@ class Product:
 
 
 def is_readable(weight: Any, bias: Any) -> bool:
-    """Tell whether the kernel reads a layer's weight and bias as they are."""
+    """Return True if the kernel reads a layer's weight and bias in place."""
     if type(weight) is not nn.Parameter or not (bias is None or type(bias) is nn.Parameter):
         return False
     if not weight.is_cpu or weight.dtype not in kernel.MOST_ROWS or not weight.is_contiguous():
@@ -73,7 +73,7 @@ def _found(held: Mapping[str, Any]) -> tuple[_Place | None, kernel.Weight | None
 
 
 def _lies_so(place: _Place, held: Mapping[str, Any]) -> bool:
-    """Tell that weight and bias are the same ones in the same memory, whatever is written there."""
+    """Return True if weight and bias are the same objects in the same memory."""
     weight, at, bias, bias_at = place
     if held["weight"] is not weight or weight.data_ptr() != at or not weight.is_contiguous():
         return False

@@ -1,4 +1,4 @@
-"""One layer of a recorded pass: where its new entry goes, what is read of it, and that it is still the same."""
+"""One layer of a recorded pass: slots of its new entry, its reads, and a check that it is unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvsieve.types import AttentionQueries
 
 
 class Numbers(Protocol):
-    """The numbers of a pass on the device: where entries go, and how many there are."""
+    """The numbers of a pass on the device: slots of entries, and lengths."""
 
     values: Tensor
 
@@ -37,7 +37,7 @@ class Numbers(Protocol):
 
 
 class DeviceCounters:
-    """Numbers on the device that grow by a fixed amount with every pass, side by side; equal ones are one."""
+    """Numbers on the device that grow by a fixed amount with every pass; equal ones are shared."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -46,9 +46,9 @@ class DeviceCounters:
         self.steps: list[int] = []
 
     def run(self, start: int, count: int, step: int, owner: object = None) -> slice:
-        """Where start, start + 1 ... lie, `count` of them that grow by `step`.
+        """Return the place of start, start + 1 ..., `count` numbers that grow by `step`.
 
-        owner: whose they are alone, though others' are equal now; None where equal ones stay so.
+        owner: their only user, even if others' are equal now; None if equal ones stay equal.
         """
         at = self._known.setdefault((start, count, step, owner), len(self.starts))
         if at == len(self.starts):
@@ -58,11 +58,11 @@ class DeviceCounters:
 
 
 class RecordedLayer(SieveLayer):
-    """One layer, as a recorded pass knows it. reading: as in `read_token`; None where everything is read.
+    """One layer in a recorded pass. reading: as in `read_token`; None for dense attention.
 
-    slots, lengths: where in the pass's numbers the new entry's slots lie, and the lengths of what is read: of each
-    group of KV rows, or of the store. All tensors are those the store had when the pass was made. encoded: what is
-    read where some entries are encoded.
+    slots, lengths: places in the pass's numbers of the new entry's slots, and of the lengths of each group of KV rows,
+    or of the store. All tensors are those of the store when the pass was recorded. encoded: reads of partly encoded
+    entries.
     """
 
     def __init__(self, layer: SieveLayer, index: int, reading: Reading | None, counters: DeviceCounters) -> None:
@@ -81,7 +81,7 @@ class RecordedLayer(SieveLayer):
         self.slots, *self.lengths = self.places
 
     def count(self, layer: SieveLayer, counters: DeviceCounters) -> tuple[slice, ...]:
-        """Where numbers for what `layer` stores now are put: its slots' and its lengths'."""
+        """Return the places of numbers for the layer's current slots and lengths."""
         store = layer.store
         stride = layer.store.stride
         # Layers do not encode at the same time.
@@ -95,7 +95,7 @@ class RecordedLayer(SieveLayer):
         return slots, *(counters.run(size + 1, 1, 1, owner) for size in sizes)
 
     def fits(self, layer: SieveLayer, reading: Reading | None) -> bool:
-        """Tell that the layer still has the same buffers, with room for an entry, and is read in the same way."""
+        """Return True if the layer still has the same buffers, with room for an entry, and the same reading."""
         store = layer.store
         if not _same(self.tensors, store.tensors) or layer.view is not self.view or not store.has_room:
             return False
@@ -108,18 +108,18 @@ class RecordedLayer(SieveLayer):
         return _same(self.remembered, self._remembered())
 
     def is_current(self, store: LayerMemory) -> bool:
-        """Tell that nothing was encoded since `follow`."""
+        """Return True if nothing was encoded since `follow`."""
         return self.encoded is None or self.encoded.is_current(store)
 
     def follow(self, store: LayerMemory, token_index: int) -> None:
-        """Go on with what `store` holds now, in the same buffers; token_index: of the next token in its row."""
+        """Continue with the store's current entries, in the same buffers; token_index: of the next token in its row."""
         self.store = store
         store.prepare_slots(token_index)
         if self.encoded is not None:
             self.encoded.update(store)
 
     def knows(self, store: LayerMemory) -> bool:
-        """Tell that a reader knows all entries of the KV rows that it chooses from, and what choosing costs."""
+        """Return True if a reader's metadata covers all entries of its KV rows, with known costs."""
         if self.reading is None:
             return True
         grouped = self.reading.grouped
@@ -129,7 +129,7 @@ class RecordedLayer(SieveLayer):
         )
 
     def make_room(self) -> None:
-        """Have room, in what a reader remembers, for as many entries as the store has."""
+        """Reserve room in a reader's metadata for as many entries as the store has."""
         if self.reading is not None:
             grouped = self.reading.grouped
             for group in grouped.groups:
@@ -140,7 +140,7 @@ class RecordedLayer(SieveLayer):
         self.remembered = self._remembered()
 
     def metadata(self) -> list[IncrementalMetadata]:
-        """Return what a reader remembers of the KV rows that it chooses from."""
+        """Return a reader's metadata of its KV rows."""
         return [each for group in self._chosen_from() for each in group.state.values()]
 
     def _chosen_from(self) -> list[Group]:
@@ -163,7 +163,7 @@ class RecordedLayer(SieveLayer):
         return attend(request)
 
     def _stored(self, lengths: list[DeviceLength]) -> DenseEntries | FlatEntries | EncodedEntries | ReadRows:
-        """Return the first of all slots, as many as the lengths tell."""
+        """Return the first of all slots, as many as the lengths on the device."""
         if self.encoded is not None:
             return EncodedEntries(self.encoded.store, lengths[0])
         if self.reading is not None:
@@ -176,7 +176,7 @@ class RecordedLayer(SieveLayer):
         return FlatEntries(keys, values, valid, self.foreseen)
 
     def advance_host_lengths(self, layer: SieveLayer, reads: Reads) -> None:
-        """Count what a pass has done to `layer` and what it has read."""
+        """Count a pass's effects on `layer`, and its reads."""
         layer.store.advance_host_length()
         if self.executor is not None and self.index not in reads.executors:
             reads.executors[self.index] = self.executor
@@ -189,5 +189,5 @@ class RecordedLayer(SieveLayer):
 
 
 def _same(ours: Sequence[object], theirs: Sequence[object]) -> bool:
-    """Tell that these are the very same objects."""
+    """Return True if these are the same objects."""
     return len(ours) == len(theirs) and all(mine is other for mine, other in zip(ours, theirs, strict=True))

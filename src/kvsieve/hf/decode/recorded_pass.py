@@ -1,7 +1,7 @@
-"""A decoding pass whose shapes and addresses stay the same: the decoder's own forward over stores of fixed capacity.
+"""A decode pass with constant shapes and addresses: the decoder's own forward over stores of fixed capacity.
 
-What grows from token to token (where an entry goes, how many there are) is read from numbers on the device, which the
-pass itself moves on. So it can be recorded once and run again for every token.
+Numbers that grow from token to token (slots of entries, lengths) are on the device, and advanced by the pass itself. So
+it can be recorded once and replayed for every token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvsieve.types import AttentionQueries
 
 
 class RecordedCache(Cache):
-    """The cache that the decoder sees during such a pass. Lengths that it asks for would be recorded: refused."""
+    """The decoder's cache during such a pass. It refuses to report lengths, which would be recorded."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         raise UnsupportedModelError("the decoder asks the cache how many tokens there were, beside its position_ids")
@@ -39,7 +39,7 @@ class RecordedCache(Cache):
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        # Asked for masks, of which causal layers need none.
+        # Used for masks; causal layers need none.
         return query_length, 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +48,7 @@ class RecordedCache(Cache):
 
 
 class RecordedPass(Session):
-    """One decoding pass on `cache`, to be run again and again. forward: the decoder's; inputs: its tensors, static."""
+    """One decode pass on `cache`, to be replayed. forward: the decoder's; inputs: its tensors, static."""
 
     def __init__(
         self,
@@ -88,15 +88,15 @@ class RecordedPass(Session):
         return layer.attend(asked, key, value, self)
 
     def length(self, at: slice) -> DeviceLength:
-        """The length at `at` among the numbers; one for all layers of a pass that share it."""
+        """Return the length at `at` among the numbers; shared by all layers of a pass with equal ones."""
         if at.start not in self._lengths:
             self._lengths[at.start] = DeviceLength(self.values[at.start])
         return self._lengths[at.start]
 
     def prepare(self, cache: SieveCache) -> str | None:
-        """Make room in what readers remember; or say why the pass cannot be run yet.
+        """Make room in readers' metadata; or return why the pass cannot be run yet.
 
-        A layer's KV rows are first read eagerly: that builds what is remembered of them, and tells what reading costs.
+        A layer's KV rows are first read eagerly: that builds their metadata, and measures the cost of reading.
         """
         if not all(ours.knows(ours.store) for ours in self.layers):
             return "a first pass of the reader is run eagerly"
@@ -105,11 +105,11 @@ class RecordedPass(Session):
         return None
 
     def accumulators(self) -> list[Tensor]:
-        """Return what running the pass once more than its token needs would change."""
+        """Return the tensors that an additional run of the pass would change."""
         return [part for ours in self.layers for each in ours.metadata() for part in each.accumulators()]
 
     def fits(self, cache: SieveCache) -> bool:
-        """Tell that the pass can be run on what `cache` stores now; brings the numbers in line where they are not."""
+        """Return True if the pass can be run on the cache's current entries; corrects the numbers if necessary."""
         pairs = list(zip(self.layers, cache.sieve_layers.items(), strict=True))
         if not all(ours.fits(layer, self.reading(cache, index)) for ours, (index, layer) in pairs):
             return False
@@ -126,7 +126,7 @@ class RecordedPass(Session):
         return True
 
     def start_over(self, cache: SieveCache) -> None:
-        """Make the numbers what they must be for the next token, whatever has been run before."""
+        """Reset the numbers for the next token."""
         self.passes = 0
         self._seen = cache.num_seen
         self.values.copy_(torch.tensor(self._counters.starts))
@@ -136,7 +136,7 @@ class RecordedPass(Session):
             ours.follow(layer.store, self._seen)
 
     def finish(self, cache: SieveCache) -> None:
-        """Do the host's part of a pass that has been run: count, and encode what has left the newest entries."""
+        """Do the host's part after a run: count, and encode entries that are no longer among the newest."""
         self.passes += 1
         for ours, layer in zip(self.layers, cache.sieve_layers.values(), strict=True):
             ours.advance_host_lengths(layer, cache.turn.record.reads)
@@ -144,7 +144,7 @@ class RecordedPass(Session):
                 layer.encode(self.plan.codec, ends_prompt=False)
 
     def run(self) -> Tensor:
-        """Hidden states [B, 1, C] of the tokens in `inputs`, whose entries are stored; the numbers have moved on."""
+        """Return hidden states [B, 1, C] of the tokens in `inputs`, whose entries get stored; the numbers advance."""
         self._lengths = {}
         out = self.forward(**self.inputs, **self._given)
         self.values.add_(self._steps)
@@ -152,12 +152,12 @@ class RecordedPass(Session):
         return out.last_hidden_state
 
     def activate(self) -> contextlib.AbstractContextManager[None]:
-        """Make this what the decoder's attention finds as the pass in progress."""
+        """Make this the pass in progress for the decoder's attention."""
         return forward.activate(self)
 
 
 def check_plan(session: Session) -> None:
-    """Raise Refused for a plan that does on this token what cannot be recorded."""
+    """Raise Refused for a plan with work on this token that cannot be recorded."""
     evictor = session.plan.evict
     reader = session.plan.read
     for layer in session.cache.sieve_layers.values():
@@ -176,7 +176,7 @@ def check_plan(session: Session) -> None:
 
 
 def _is_noop(session: Session) -> bool:
-    """Tell that the plan's evictor, which acts on this token, would drop nothing."""
+    """Return True if the plan's evictor acts on this token without dropping anything."""
     evictor = session.plan.evict
     return evictor is not None and all(
         evictor.is_noop(index, session.model.num_layers, tuple(n + 1 for n in layer.store.lengths), layer.state)

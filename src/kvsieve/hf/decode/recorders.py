@@ -11,11 +11,11 @@ Run = Callable[[], Tensor]
 
 
 class Refused(Exception):
-    """A pass, or all of them, cannot be run with fixed shapes; the message says why."""
+    """A pass, or all of them, cannot be run with fixed shapes; the message has the reason."""
 
 
 class Graphs:
-    """Records passes as CUDA graphs, which share one pool of memory. Raises Refused where there is no CUDA."""
+    """Records passes as CUDA graphs, which share one pool of memory. Raises Refused without CUDA."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
@@ -25,7 +25,7 @@ class Graphs:
 
     def __call__(self, run: Run) -> Run:
         with torch.cuda.device(self.device):
-            # What libraries set up when first used must not be recorded.
+            # Libraries' initialization on first use must not be recorded.
             before = torch.cuda.current_stream()
             aside = torch.cuda.Stream()
             aside.wait_stream(before)
@@ -43,5 +43,5 @@ class Graphs:
         return replay
 
 
-# How a pass is recorded: takes it, runs it at least once, and returns what runs it again.
+# Records a pass: runs it at least once, and returns a function that replays it.
 RECORDERS: dict[str, Callable[[torch.device], Callable[[Run], Run]]] = {"graph": Graphs}

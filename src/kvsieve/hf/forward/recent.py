@@ -47,7 +47,7 @@ def recent_queries(
             state[_REAL] = torch.tensor(counts)
     if _REAL in state and int(state[_REAL].min()) >= query.shape[2]:
         del state[_REAL]
-    state[_QUERIES] = query[:, :, -window:].clone()  # A whole prompt's queries are not held on to.
+    state[_QUERIES] = query[:, :, -window:].clone()  # A whole prompt's queries are not kept.
     return query
 
 

@@ -1,1 +1,1 @@
-"""Generating under a plan, and the statistics of it."""
+"""Generation under a plan, and its statistics."""

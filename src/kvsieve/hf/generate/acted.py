@@ -1,4 +1,4 @@
-"""Facts of what a plan did with a turn's prompt, as its cache tells them."""
+"""Effects of a plan on a turn's prompt, from its cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvsieve.hf.cache.records import TurnRecord
 from kvsieve.planning.plans import Plan
 
 _ALL_WENT_ON = "every token went through all layers: the prompt is not longer than what may propagate"
-# Told once in a conversation, at its first turn that goes on from what an earlier one has left.
+# Noted once per conversation, at the first turn that continues from entries of an earlier one.
 _BLIND = (
     "{} chose what to keep before it knew this turn's question, which may need what is gone: for conversations take "
     "rocketkv-mt, which drops nothing, kvzip, which looks at no question, or full"
@@ -17,7 +17,7 @@ _BLIND = (
 
 
 def what_ran(plan: Plan, cache: SieveCache) -> tuple[bool, list[str]]:
-    """Tell that every role of the plan acted on the turn's prompt, and what did not go as asked."""
+    """Return True if every role of the plan acted on the turn's prompt, and notes on deviations from the request."""
     record = cache.turn.record
     if plan.roles and not record.reduced:
         return False, ["the plan did not act on this turn's prompt, as asked (reduce=False)"]
@@ -47,12 +47,12 @@ def what_ran(plan: Plan, cache: SieveCache) -> tuple[bool, list[str]]:
 
 
 def _goes_on_blindly(plan: Plan) -> bool:
-    """Tell that later turns go on from entries that were chosen for the question of an earlier one."""
+    """Return True if later turns continue from entries that were chosen for an earlier question."""
     return plan.drops and plan.query_aware and plan.rest is None and not plan.shortens_prompt
 
 
 def _idle(plan: Plan, record: TurnRecord) -> list[str]:
-    """Tell which roles left the turn's prompt and its answer's reads whole, and why."""
+    """Return which roles had no effect on the turn's prompt and its answer's reads, and why."""
     tokens = record.prompt_tokens - record.question
     notes = []
     if plan.evict is not None and not record.evicted:
@@ -66,14 +66,14 @@ def _idle(plan: Plan, record: TurnRecord) -> list[str]:
 
 
 def entries_after_prompt(cache: SieveCache) -> tuple[list[int], list[int]]:
-    """Return the entries per layer that were stored once the turn's prompt was complete, and those of full KV."""
+    """Return the entries per layer at the end of the turn's prompt, and those of full KV."""
     record = cache.turn.record
     kept = cache.entries()
     for index, entries in record.kept.items():
         kept[index] = entries
     whole = [record.prompt_tokens] * len(kept)
     for index in set(range(len(kept))) - set(cache.sieve_layers):
-        # Layers that no plan acts on hold no more under full KV.
+        # Layers that no plan acts on have the same entries under full KV.
         kept[index] = whole[index] = min(kept[index], record.prompt_tokens)
     return kept, whole
 
@@ -88,7 +88,7 @@ def prompt_blocks(plan: Plan, cache: SieveCache) -> dict[str, float | None]:
 
 
 def codec_text(plan: Plan, cache: SieveCache) -> str | None:
-    """Name the codec and the bits of an encoded number, on average over keys and values."""
+    """Return the codec's name and its bits per number, averaged over keys and values."""
     codec = plan.codec
     if codec is None:
         return None
@@ -102,6 +102,6 @@ def codec_text(plan: Plan, cache: SieveCache) -> str | None:
 
 
 def executors_of(record: TurnRecord) -> dict[str, dict[str, int]]:
-    """Count, for prompt and answer, the layers with growing KV by executor and by why no faster one ran at first."""
+    """Return, for prompt and answer, the number of layers with growing KV by executor and its reason."""
     phases = {"prompt": record.blocks.executors, "answer": record.reads.executors}
     return {phase: dict(Counter(executors.values())) for phase, executors in phases.items()}

@@ -1,4 +1,4 @@
-"""Prompts of texts and chats: rendered, with the options of an answer that is text."""
+"""Prompts from texts and chats, and the options for an answer as text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEFAULTS = {"max_new_tokens": 256, "chunk": 1024, "do_sample": False}
 
 
 def asked(sieve: Any, prompt: Prompt, question: str | None, options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-    """Return the ids int64 [1, N] of a prompt and the options of `generate` for it; see Sieve.ask."""
+    """Return the ids int64 [1, N] of a prompt and its options of `generate`; see Sieve.ask."""
     if sieve.tokenizer is None:
         raise InputError("ask needs the tokenizer: kvsieve.attach(model, plan, tokenizer=tokenizer)")
     messages = _messages(prompt, question)
@@ -27,7 +27,7 @@ def asked(sieve: Any, prompt: Prompt, question: str | None, options: dict[str, A
 
 
 def _messages(prompt: Any, question: str | None) -> list[dict[str, Any]]:
-    """Return the chat with the question behind its last message. Raises InputError."""
+    """Return the chat with the question after its last message. Raises InputError."""
     if isinstance(prompt, str):
         messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(each, Mapping) for each in prompt):

@@ -1,4 +1,4 @@
-"""The configuration that an answer is generated under: what the call says, and what the checkpoint says."""
+"""The configuration of an answer, from the call and the checkpoint."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ FROM_HUB = {
     "constrained_beam_search": ("constraints", "force_words_ids"),
     "dola_generation": ("dola_layers",),
 }
-# Values of cache_implementation that ask for what a plan does anyway.
+# Values of cache_implementation that a plan satisfies in any case.
 GROWING = ("dynamic", "hybrid")
 
 
 def config_in_effect(model: Any, options: Mapping[str, Any] | None = None) -> GenerationConfig:
-    """Return the complete configuration of ``model.generate(**options)``, as transformers puts it together.
+    """Return the complete configuration of ``model.generate(**options)``, as transformers builds it.
 
-    An option of the call goes before its `generation_config`, that before ``model.generation_config``, and that before
-    transformers' defaults.
+    Precedence: an option of the call, its `generation_config`, ``model.generation_config``, transformers' defaults.
 
     Args:
         model: of transformers.
@@ -48,7 +47,7 @@ def config_in_effect(model: Any, options: Mapping[str, Any] | None = None) -> Ge
 
 
 def who_says(model: Any, options: Mapping[str, Any], name: str) -> str:
-    """Name the place that gives an attribute of the configuration its value, such as "generate(num_beams=...)"."""
+    """Return the source of an attribute of the configuration, such as "generate(num_beams=...)"."""
     if options.get(name) is not None:
         return f"generate({name}=...)"
     for where, config in (("", options.get("generation_config")), ("model.", model.generation_config)):
@@ -59,7 +58,7 @@ def who_says(model: Any, options: Mapping[str, Any], name: str) -> str:
 
 
 def check_config(model: Any, options: Mapping[str, Any], config: GenerationConfig) -> None:
-    """Raise UnsupportedOptionError for attributes of a configuration that a plan cannot honour.
+    """Raise UnsupportedOptionError for attributes of a configuration that a plan does not support.
 
     Args:
         model: of transformers.
@@ -87,20 +86,20 @@ def check_config(model: Any, options: Mapping[str, Any], config: GenerationConfi
 
 
 def _way_out(options: Mapping[str, Any], name: str, value: Any = None) -> str:
-    """Say how a call overrides what a configuration says; nothing where the call itself says it."""
+    """Return advice on how a call overrides a configuration; "" if the call itself sets it."""
     return "" if options.get(name) is not None else f", or pass {name}={value} in the call"
 
 
 def check_single_answer(model: Any, options: Mapping[str, Any], otherwise: str = "", *, beams: bool = False) -> None:
-    """Raise UnsupportedOptionError for several answers, and for beams, where one answer and its cache are taken.
+    """Raise UnsupportedOptionError for several answers, and for beams, if one answer and its cache are needed.
 
     Call it before `config_in_effect`, which fails for several answers without sampling.
 
     Args:
         model: of transformers.
         options: of the call.
-        otherwise: what to do for several answers.
-        beams: accept beams, where the cache is not gone on with.
+        otherwise: advice for several answers.
+        beams: accept beams, if the cache is not continued.
     """
     config = options.get("generation_config")
     own = model.generation_config
@@ -113,7 +112,7 @@ def check_single_answer(model: Any, options: Mapping[str, Any], otherwise: str =
 
 
 def padding_token(config: GenerationConfig) -> int | None:
-    """Return the token by which generate infers what is padding in ids without a mask; None where it infers nothing."""
+    """Return the token that generate treats as padding in ids without a mask, or None."""
     pad = config.pad_token_id
     ends = end_tokens(config)
     return None if pad is None or pad in ends else int(pad)
@@ -126,10 +125,10 @@ def end_tokens(config: GenerationConfig) -> list[int]:
 
 
 def processors_of(model: Any, config: GenerationConfig, input_ids: Tensor) -> LogitsProcessorList:
-    """Return the processors by which generate would choose the tokens behind a prompt, warpers of sampling last.
+    """Return generate's processors of the logits after a prompt, sampling warpers last.
 
-    For loops of their own that answer as generate does: suppressed, forced and bad words, penalties, n-grams, minimum
-    lengths, temperature and so on. Call it with ids [B, N + new] and float scores [B, V].
+    For other loops that answer as generate does: suppressed, forced and bad words, penalties, n-grams, minimum lengths,
+    temperature and so on. Call it with ids [B, N + new] and float scores [B, V].
 
     Args:
         model: of transformers.
@@ -137,7 +136,7 @@ def processors_of(model: Any, config: GenerationConfig, input_ids: Tensor) -> Lo
         input_ids: int64 [B, N], the prompt, without padding.
 
     Raises:
-        UnsupportedOptionError: `guidance_scale`, which runs the model on another prompt beside this one.
+        UnsupportedOptionError: `guidance_scale`, which runs the model on a second prompt.
     """
     if config.guidance_scale is not None and config.guidance_scale != 1:
         raise UnsupportedOptionError(

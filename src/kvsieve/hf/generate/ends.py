@@ -1,4 +1,4 @@
-"""Rows of a batch that end before others: generate goes on with padding behind them, which is no part of an answer."""
+"""Rows of a batch that end before others: generate appends padding, which does not belong to the answer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvsieve.hf.runtime import AttachedModel
 
 
 def note_ends(cache: SieveCache, sequences: Tensor, new: int, config: GenerationConfig, *, criteria: bool) -> None:
-    """Let a cache know the padding behind the ends of an answer's rows, which later turns then hide.
+    """Record in a cache the padding after the ends of an answer's rows, for later turns to hide.
 
     Args:
-        cache: that has seen the sequences but for their last column.
-        sequences: int64 [B, N] that generate has returned.
-        new: columns that it has added.
+        cache: has seen all but the last column of the sequences.
+        sequences: int64 [B, N] returned by generate.
+        new: columns added by it.
         config: in effect for them.
         criteria: rows may have ended by criteria of the caller.
     """
@@ -29,7 +29,7 @@ def note_ends(cache: SieveCache, sequences: Tensor, new: int, config: Generation
     ends = end_tokens(config)
     pad = config.pad_token_id
     answer = sequences[:, max(sequences.shape[1] - new, 0) :]
-    # Without end tokens generate puts no padding behind a row.
+    # Without end tokens generate appends no padding to a row.
     if not ends or len(answer) < 2 or len(answer) != conversation.batch or cache.turn.reordered:
         return
     if pad is None:
@@ -52,7 +52,7 @@ def note_ends(cache: SieveCache, sequences: Tensor, new: int, config: Generation
 def begin_plain_turn(
     model: AttachedModel, cache: Any, args: tuple[Any, ...], options: dict[str, Any], config: GenerationConfig
 ) -> tuple[tuple[Any, ...], dict[str, Any], Tensor | None]:
-    """Return the arguments of a plain generate that goes on where rows ended early, as sieve.generate has them.
+    """Return the arguments of a plain generate that continues after rows that ended early, as in sieve.generate.
 
     Args:
         model: the attached model.
@@ -62,7 +62,7 @@ def begin_plain_turn(
         config: in effect.
 
     Returns:
-        args, options, and the ids int64 [B, N] that the caller gave where the call gets others, else None.
+        args, options, and the caller's ids int64 [B, N] if they were replaced, else None.
     """
     ends = cache.conversation.ends if isinstance(cache, SieveCache) else None
     name = next((each for each in ("inputs", "input_ids") if options.get(each) is not None), None)
@@ -79,10 +79,10 @@ def begin_plain_turn(
 
 
 def put_back(sequences: Tensor, ids: Tensor) -> None:
-    """Write the ids [B, N] that a caller gave into the sequences [B or more, N + new] that generate has made of them.
+    """Write the caller's ids [B, N] into generate's sequences [B or more, N + new].
 
     Args:
         sequences: changed in place.
-        ids: as given, where the model has read tokens in place of padding.
+        ids: as given, before tokens replaced padding.
     """
     sequences[:, : ids.shape[1]] = ids.repeat_interleave(len(sequences) // len(ids), 0)

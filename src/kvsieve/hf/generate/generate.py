@@ -38,9 +38,9 @@ _log = logging.getLogger(__name__)
 
 
 class _Clock(StoppingCriteria):
-    """Never stops anything: notes when each token was chosen.
+    """A stopping criterion that never stops, and records the time of each token.
 
-    exact: wait for the GPU before each note.
+    exact: wait for the GPU before each record.
     """
 
     def __init__(self, exact: bool = False) -> None:
@@ -65,15 +65,15 @@ def generate(
     options: dict[str, Any],
     config: GenerationConfig,
 ) -> GenerateResult:
-    """Read a prompt and generate after it; see Sieve.generate.
+    """Prefill a prompt and generate after it; see Sieve.generate.
 
     Args:
         model: the attached model.
         own_generate: the model's own generate.
-        prompt: ids int64 [B, N], and their mask [B, N], None when nothing is padding.
-        cache: to go on with.
-        reading: how to read the prompt.
-        measure: note peak memory, and wait for the GPU at every token.
+        prompt: ids int64 [B, N], and their mask [B, N], None without padding.
+        cache: to continue.
+        reading: options of the prefill.
+        measure: record peak memory, and wait for the GPU at every token.
         options: of generate.
         config: in effect for them.
     """
@@ -116,18 +116,18 @@ def _decode(
     options: dict[str, Any],
     config: GenerationConfig,
 ) -> Any:
-    """Run the model's own generate after a prompt that was read but for its last chunk.
+    """Run the model's own generate after the prefill of all but the last chunk.
 
-    prompt: the ids as given, those to go on with, and their mask.
+    prompt: the given ids, those to continue with, and their mask.
     """
     given, ids, mask = prompt
-    # A growing cache was asked for, and one is given: generate refuses both together.
+    # A growing cache was requested, and one is given: generate refuses both together.
     options = {**options, "cache_implementation": None} if config.cache_implementation else dict(options)
     criteria = list(options.pop("stopping_criteria", None) or [])
     copies = max(config.num_beams or 1, config.num_return_sequences or 1)
     conversation = cache.conversation
     repeated = torch.arange(len(ids)).repeat_interleave(copies)
-    # generate repeats rows for beams and samples, so what is cached already must be repeated with them.
+    # generate repeats rows for beams and samples, so cached entries must be repeated with them.
     if copies > 1 and cache.num_seen:
         cache.batch_repeat_interleave(copies)
     elif copies > 1:
@@ -166,13 +166,13 @@ def _decode(
 
 
 def _resume(model: AttachedModel, prompt: Tensor, cache: SieveCache, reading: ReadOptions) -> Resume:
-    """Return what has a cache go on where generate dropped it; see hooks.resuming.
+    """Return the function that continues a cache dropped by generate; see hooks.resuming.
 
     Args:
         model: the attached model.
-        prompt: int64 [B, N] that generate goes on with.
-        cache: to go on with.
-        reading: how the prompt was read.
+        prompt: int64 [B, N] that generate continues with.
+        cache: to continue.
+        reading: options of the prefill.
     """
 
     def resume(ids: Tensor, mask: Tensor | None) -> SieveCache | None:
@@ -199,7 +199,7 @@ def _resume(model: AttachedModel, prompt: Tensor, cache: SieveCache, reading: Re
 def with_stats(
     model: AttachedModel, own_generate: Callable[..., Any], done: Callable[[Stats | None], None]
 ) -> Callable[..., Any]:
-    """Wrap the model's own generate, so that `done` gets None when a call begins, its statistics when it ends."""
+    """Wrap the model's own generate: `done` gets None when a call begins, its statistics when it ends."""
 
     @functools.wraps(own_generate)
     def run(*args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Checks of the options of ``model.generate``, before anything is read."""
+"""Checks of the options of ``model.generate``, before prefill."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NUMBERS = {
 
 
 def check_values(options: Mapping[str, Any]) -> None:
-    """Raise InputError for options of ``model.generate`` of the wrong kind, where kvsieve makes something of them."""
+    """Raise InputError for options of ``model.generate`` of a wrong kind, if kvsieve uses them."""
     for name, least in _NUMBERS.items():
         value = options.get(name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
@@ -65,10 +65,10 @@ def check_values(options: Mapping[str, Any]) -> None:
 
 
 def checked_config(model: Any, options: Mapping[str, Any]) -> GenerationConfig:
-    """Return the configuration in effect, before anything is read.
+    """Return the configuration in effect.
 
-    Raises InputError for a value of the wrong kind, UnsupportedOptionError for an option that neither generate nor the
-    model has, or that a plan cannot honour.
+    Raises InputError for a value of the wrong kind, UnsupportedOptionError for an unknown option, or one that a plan
+    does not support.
     """
     for name, reason in _REFUSED.items():
         if options.get(name) is not None and options[name] is not False:
@@ -80,7 +80,7 @@ def checked_config(model: Any, options: Mapping[str, Any]) -> GenerationConfig:
             raise UnsupportedOptionError(f"generate has no option {name!r}{did_you_mean(name, sorted(known), None)}")
     try:
         config = config_in_effect(model, options)
-    except Exception as error:  # of comparing what it was given, whatever that may be
+    except Exception as error:  # of comparing an arbitrary value
         raise refusal(options, error) from error
     check_config(model, options, config)
     return config
@@ -94,13 +94,13 @@ def check_plan_can(
     options: Mapping[str, Any],
     config: GenerationConfig,
 ) -> None:
-    """Raise UnsupportedOptionError for options that need what the plan, or the reading of this prompt, does not give.
+    """Raise UnsupportedOptionError for options that the plan, or the prefill of this prompt, does not support.
 
     Args:
         model: the attached model.
         input_ids: int64 [B, N], the whole conversation.
-        cache: to go on with.
-        reading: how the prompt is read.
+        cache: to continue.
+        reading: options of the prefill.
         options: of generate.
         config: in effect for them.
     """
@@ -135,13 +135,13 @@ def check_plan_can(
 def _check_per_token(
     model: AttachedModel, input_ids: Tensor, cache: SieveCache, reading: ReadOptions, options: Mapping[str, Any]
 ) -> None:
-    """Raise UnsupportedOptionError for arguments about every token, where generate does not read the whole prompt.
+    """Raise UnsupportedOptionError for per-token arguments, if generate does not prefill the whole prompt.
 
     Args:
-        model: the attached model, whose plan reads it.
+        model: the attached model.
         input_ids: int64 [B, N].
-        cache: to go on with.
-        reading: how it is read.
+        cache: to continue.
+        reading: options of the prefill.
         options: of generate.
     """
     alone = reading.chunk is not None or reading.constraints.question_tokens is not None
@@ -151,9 +151,9 @@ def _check_per_token(
     if not isinstance(input_ids, Tensor) or not (alone or plan.probes or plan.drafts or turns):
         return
     for name, value in options.items():
-        # The prompt of guidance is another one, of whatever length.
+        # The prompt of guidance is another one, of any length.
         if isinstance(value, Tensor) and value.shape[-2:] == input_ids.shape and not name.startswith("negative_"):
-            # Leaving out what tells of images would not help a prompt that holds some.
+            # Dropping arguments about images would not help a prompt with images.
             model.check_cache(cache)
             model.check_tokens(cache, input_ids.shape[1], input_ids)
             raise UnsupportedOptionError(

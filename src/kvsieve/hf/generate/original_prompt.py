@@ -1,4 +1,4 @@
-"""Callbacks of generate's caller are shown the prompt as it was given, where the model reads a shorter one."""
+"""Callbacks of generate's caller see the original prompt, even if the model gets a shorter one."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _OF_PROMPTS = {
 
 
 class OriginalPrompt:
-    """Shows what belongs to generate's caller the prompt as it was given, where the model reads a shorter one.
+    """Shows the original prompt to callbacks of generate's caller, if the model gets a shorter one.
 
     Attributes:
         input_ids: [B, N] as given.
-        read: columns of what is read instead.
+        read: columns of the shorter prompt.
     """
 
     def __init__(self, input_ids: Tensor, read: int) -> None:
@@ -38,12 +38,12 @@ class OriginalPrompt:
         self.read = read
 
     def whole(self, ids: Tensor) -> Tensor:
-        """Put the prompt as given before what was generated: ids [B * copies, read + new] -> [B * copies, N + new]."""
+        """Replace the short prompt by the original: ids [B * copies, read + new] -> [B * copies, N + new]."""
         given = self.input_ids.to(ids.device).repeat_interleave(len(ids) // len(self.input_ids), 0)
         return torch.cat([given, ids[:, self.read :]], 1)
 
     def options(self, options: dict[str, Any], *configs: Any) -> dict[str, Any]:
-        """Put generate's options in terms of the short prompt; configs: where it looks for lengths that are not given.
+        """Convert generate's options to the short prompt; configs: sources of lengths that are not given.
 
         Raises UnsupportedOptionError for per-token arguments.
         """
@@ -67,7 +67,7 @@ class OriginalPrompt:
         return options
 
     def rules(self, options: dict[str, Any], model: Any, config: GenerationConfig) -> dict[str, Any]:
-        """Let rules about the prompt's tokens look at it as given: options of generate, with these as processors.
+        """Apply rules about the prompt's tokens to the original: return options of generate, with these as processors.
 
         Args:
             options: of generate.
@@ -84,7 +84,7 @@ class OriginalPrompt:
     def criteria(
         self, criteria: list[Any], options: dict[str, Any], config: GenerationConfig
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Return stopping criteria that look at the prompt as given, and options of generate without stop strings.
+        """Return stopping criteria that see the original prompt, and options of generate without stop strings.
 
         Args:
             criteria: of the caller.
@@ -104,7 +104,7 @@ class OriginalPrompt:
         return [_Criterion(each, self) for each in criteria], options
 
     def output(self, output: Any) -> Any:
-        """Return what generate returned, its sequences as given."""
+        """Return generate's result, with sequences that begin with the original prompt."""
         if isinstance(output, Tensor):
             return self.whole(output)
         output.sequences = self.whole(output.sequences)
@@ -136,11 +136,11 @@ class _Processor(LogitsProcessor):
 
 
 class Streamer:
-    """Passes what generate streams on to a streamer of its caller.
+    """Forwards generate's stream to a streamer of its caller.
 
     Attributes:
-        inner: the streamer; None where there is none.
-        shown: shows it the prompt as given, which is what generate puts first; None where that is what is read.
+        inner: the streamer, or None.
+        shown: shows it the original prompt, which generate puts first; None if the prompt is unchanged.
         raised: the error that it raised; None for none.
     """
 

@@ -1,4 +1,4 @@
-"""Peak memory of a stretch of code."""
+"""Peak memory of a block of code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 class Peak:
-    """`bytes` is the peak once the block is left; None where the system has no such number."""
+    """Peak memory in `bytes`, set at the end of the block; None if the system does not report it."""
 
     bytes: int | None = None
 
@@ -36,7 +36,7 @@ def measure_peak(device: torch.device) -> Iterator[Peak]:
 
 
 def _reset_resident_peak() -> bool:
-    # Freed memory that malloc still holds would count as this block's.
+    # Freed memory that malloc keeps would count as this block's.
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         _libc().malloc_trim(0)
@@ -54,7 +54,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def resident(field: str = "VmRSS") -> int | None:
-    """Return the resident bytes of this process, "VmHWM" their peak; None where the system has no such number."""
+    """Return the resident bytes of this process ("VmHWM": their peak), or None if the system does not report them."""
     if not _STATUS.exists():
         return None
     for line in _STATUS.read_text().splitlines():

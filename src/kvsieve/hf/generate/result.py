@@ -24,14 +24,14 @@ class GenerateResult:
 
     Attributes:
         sequences: int64 [B, N + new].
-        stats: what really happened.
+        stats: statistics of the call.
         cache: ready for the next turn.
-        output: what ``model.generate`` returned.
+        output: result of ``model.generate``.
         token_s: seconds of every token after the first, in order, capturing included; see stats.tpot_s.
         seen: columns that the cache had seen then.
-        tokenizer: of the model, None where nobody gave it.
-        prompt_columns: columns of `sequences` that are the prompt's.
-        ends: ids of tokens that end an answer.
+        tokenizer: of the model, or None.
+        prompt_columns: columns of the prompt in `sequences`.
+        ends: ids of end tokens.
     """
 
     sequences: Tensor
@@ -51,7 +51,7 @@ class GenerateResult:
 
     @property
     def texts(self) -> list[str]:
-        """Answers of all rows, special tokens left out. Raises InputError where no tokenizer was given."""
+        """Answers of all rows, without special tokens. Raises InputError without a tokenizer."""
         if self.tokenizer is None:
             raise InputError("result.text needs the tokenizer: kvsieve.attach(model, plan, tokenizer=tokenizer)")
         rows = self.sequences[:, self.prompt_columns :].tolist()
@@ -60,17 +60,17 @@ class GenerateResult:
 
     @functools.cached_property
     def kept(self) -> Kept:
-        """Tokens that the cache still holds, of the first row; `kept_in` is of another.
+        """Tokens that the cache still stores, of the first row; `kept_in` is for another.
 
-        Copied from the cache when it is first asked for, and free until then: ask before the cache goes on.
+        Copied from the cache on first access: access it before the cache continues.
 
         Raises:
-            CacheStateError: the cache has gone on since, or its rows are beams.
+            CacheStateError: the cache has continued since, or its rows are beams.
         """
         return self.kept_in(0)
 
     def kept_in(self, row: int) -> Kept:
-        """Tokens that the cache still holds of a row of the batch; see `kept`."""
+        """Return the tokens that the cache still stores of a row of the batch; see `kept`."""
         if self.cache.num_seen != self.seen:
             raise CacheStateError(
                 "the cache has gone on since this answer and holds other tokens now: ask for result.kept before the "

@@ -1,4 +1,4 @@
-"""The statistics of what a generate call really did."""
+"""Statistics of a generate call."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from kvsieve.report.display import html_table, mebibytes, percent
 
 @dataclass(frozen=True)
 class Traffic:
-    """DenseEntries and bytes that a token after the prompt read on average, counted from the tensors that were touched.
+    """Entries and bytes that a token after the prompt read on average, counted from the tensors used.
 
-    Not counted are what an evictor that acts while decoding reads to rank entries, and room that passes of fixed shapes
-    mask.
+    Not counted are reads of an evictor that acts while decoding, and spare room masked in passes of fixed shapes.
 
     Attributes:
-        tokens: tokens that read, per row.
+        tokens: tokens counted, per row.
         entries: attended to, per layer and KV head.
-        estimate_entries: read besides to choose them, in the bytes of as many entries.
+        estimate_entries: read to choose them, in the bytes of as many entries.
         bytes: bytes attended to, per row, of all layers that kvsieve stores.
         estimate_bytes: bytes read to choose.
-        upkeep_entries: read besides to make and renew what is chosen by, such as bounds of pages.
+        upkeep_entries: read to build and update the metadata of the choice, such as bounds of pages.
         upkeep_bytes: the bytes of that.
     """
 
@@ -44,13 +43,12 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Storage:
-    """Sizes of what the cache holds at the end, in all rows and layers.
+    """Sizes of the cache's content at the end, in all rows and layers.
 
     Attributes:
-        entries: per layer and KV head, on average over layers whose KV grows, of the fullest row.
-        bytes: keys and values, room for further ones included, those of sliding windows too.
-        metadata_bytes: where they stood, which are real, what a reader keeps to choose among them, and what methods
-            remember.
+        entries: per layer and KV head, on average over layers with growing KV, of the fullest row.
+        bytes: keys and values, including spare room and sliding windows.
+        metadata_bytes: token indices, masks, a reader's metadata, and methods' state.
         state_bytes: recurrent states, which do not grow.
     """
 
@@ -65,16 +63,16 @@ class Decoding:
     """The engine that computed the tokens after the first.
 
     Attributes:
-        engine: "eager", "fused" or "graph", whichever ran most of them.
-        reason: why it was not the one asked for, else None.
-        captures: how often a pass was recorded.
-        capture_s: the seconds that took.
-        reading: how entries that a reader had chosen were read: "compiled", or "torch" and why; None where none were.
-        compile_s: seconds that compiling C code for it took in this process; 0 where it lay ready, as it does in every
-            process but a machine's first.
-        fused_modules: norms, gated MLPs and attention whose small operations are one compiled call each.
-        linear_layers: linear layers whose products of few tokens are computed in compiled calls.
-        narrow_bytes: that copies of float32 weights in bfloat16 take, which such products read.
+        engine: "eager", "fused" or "graph", by the majority of tokens.
+        reason: why it was not the requested one, else None.
+        captures: number of recordings of a pass.
+        capture_s: seconds of recording.
+        reading: execution of sparse reads: "compiled", or "torch" and the reason; None without any.
+        compile_s: seconds of compiling C code in this process; 0 if it was cached, as in every process but a machine's
+            first.
+        fused_modules: norms, gated MLPs and attention with small operations fused into one compiled call each.
+        linear_layers: linear layers with compiled products of few tokens.
+        narrow_bytes: bytes of bfloat16 copies of float32 weights for such products.
     """
 
     engine: str
@@ -90,35 +88,35 @@ class Decoding:
 
 @dataclass(frozen=True, repr=False)
 class Stats:
-    """Statistics of one generate call. Where rows of a batch differ, numbers are those of the longest row.
+    """Statistics of one generate call. If rows of a batch differ, numbers are those of the longest row.
 
-    Printed, it is one line.
+    Printed as one line.
 
     Attributes:
         method: the plan's name.
-        applied: True when every role of the plan acted on this prompt (full KV has none).
+        applied: True if every role of the plan acted on this prompt (full KV has none).
         prompt_tokens: true tokens of the conversation when the prompt was complete.
-        deep_tokens: of those of this turn, the ones that went through the deepest layer.
-        kv_entries: entries per layer and KV head once the prompt was complete; 0 for a layer that stores none.
+        deep_tokens: tokens of this turn that passed the deepest layer.
+        kv_entries: entries per layer and KV head once the prompt was complete; 0 for a layer without entries.
         kv_asked: the budget's entries, None without one.
-        kv_bytes: bytes of all cache tensors held at the end.
+        kv_bytes: bytes of all cache tensors at the end.
         ttft_s: seconds to the first token.
         tpot_s: seconds per token after it, without `decoding.capture_s`; None with fewer than two tokens.
         new_tokens: tokens generated per row.
-        peak_bytes: peak memory during the call, weights included; None unless it was measured.
-        notes: what did not go as asked, and which parameters came with the model.
-        report: what a method tells of its choice, such as ASL's layer.
-        traffic: what each token after the first one read, None if there was none.
-        storage: what is held, entries and metadata apart.
-        decoding: how tokens after the first were computed.
-        compressed_layers: layers that held fewer entries than under full KV once the prompt was complete.
-        kv_share: of the entries that all layers would have held then, the part that they did.
-        growing_layers: indices of the layers whose KV grows, on which plans act. These three are None in a chat that an
-            earlier version saved.
-        codec: what encodes entries, and the bits of a number with its scales; None where nothing does.
-        prompt_density: share of the prompt's causal blocks that was computed; None for prompts read in full.
-        prompt_recall: share of the attention of sampled queries (one in 1024) that these blocks hold.
-        executors: how attention to the "prompt" and of the "answer" was computed, with the number of layers.
+        peak_bytes: peak memory during the call, weights included; None unless measured.
+        notes: deviations from the request, and parameters set by the model.
+        report: a method's report on its choice, such as ASL's layer.
+        traffic: reads of each token after the first one, None if there was none.
+        storage: sizes of entries and metadata.
+        decoding: execution of tokens after the first.
+        compressed_layers: layers with fewer entries than under full KV once the prompt was complete.
+        kv_share: share of full KV's entries stored then, over all layers.
+        growing_layers: indices of the layers with growing KV, on which plans act. These three are None in a chat saved
+            by an earlier version.
+        codec: codec, and bits per number including scales, or None.
+        prompt_density: share of the prompt's causal blocks that was computed; None for dense prefill.
+        prompt_recall: share of the attention of sampled queries (one in 1024) in these blocks.
+        executors: executors of attention to the "prompt" and of the "answer", with the number of layers.
     """
 
     method: str
@@ -158,7 +156,7 @@ class Stats:
         return html_table(self.method, self.describe())
 
     def describe(self) -> list[tuple[str, str]]:
-        """Return the lines of a summary, as names and texts that need no name."""
+        """Return the lines of a summary, as names and self-explanatory texts."""
         seconds = f"TTFT {self.ttft_s:.2f} s"
         if self.tpot_s is not None:
             seconds += f", TPOT {1000 * self.tpot_s:.1f} ms"
@@ -183,7 +181,7 @@ class Stats:
         return f"{percent(self.prompt_density or 0.0)} of the prompt's attention computed{recall}"
 
     def _growing(self) -> list[int]:
-        """DenseEntries of the layers that plans act on."""
+        """Entries of the layers that plans act on."""
         layers = range(len(self.kv_entries)) if self.growing_layers is None else self.growing_layers
         return [self.kv_entries[index] for index in layers]
 
@@ -203,14 +201,14 @@ class Stats:
 
 
 def stats_of(model: AttachedModel, cache: SieveCache, times: list[float], began: float, peak: int | None) -> Stats:
-    """Make the statistics of a call.
+    """Return the statistics of a call.
 
     Args:
         model: the attached model.
-        cache: what the call has left.
+        cache: after the call.
         times: when each token was chosen, in seconds.
         began: when the call began.
-        peak: peak memory in bytes, None where it was not measured.
+        peak: peak memory in bytes, None if not measured.
     """
     record = cache.turn.record
     plan = model.plan

@@ -1,1 +1,1 @@
-"""Facts about a model: what it is made of, which plans it can run, and how its heads are divided among processes."""
+"""Facts about a model: its parts, supported plans, and tensor parallelism."""

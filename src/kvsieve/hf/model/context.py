@@ -9,10 +9,10 @@ _STRETCHING = ("linear", "dynamic")
 
 
 def context_of(config: Any) -> int | None:
-    """Return the tokens of a model's context; None where it has no end.
+    """Return the tokens of a model's context, or None without a limit.
 
-    ``max_position_embeddings``, or what scaling of the rotary positions makes of the original length where that is
-    more: many configs name the scaling and leave ``max_position_embeddings`` as it was.
+    ``max_position_embeddings``, or the length scaled by the rotary positions if that is more: many configs have the
+    scaling and an unscaled ``max_position_embeddings``.
 
     Args:
         config: of the model, or of its decoder.

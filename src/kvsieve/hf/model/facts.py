@@ -1,8 +1,7 @@
-"""Facts about a model that some methods need: its output projections, and how its layers rotate by position.
+"""Facts about a model for some methods: its output projections, and its rotation of keys by position.
 
-A model's name decides nothing. What a layer does to its keys is found by giving its attention one and the same
-hidden state at several positions and stopping it where it hands over the keys: either they are alike, or turning them
-back must make them alike.
+Model names are not used. A layer's rotation is found by giving its attention one hidden state at several positions and
+stopping it when it stores the keys: they are equal, or rotating them back must make them equal.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ class Facts:
         self.decoder = decoder_of(model)
         self.layers = layers_of(self.decoder) or ()
         self.tables = RotaryTables(model)
-        # Per layer: what applies its rotary tables, None where it has none, or why that is not known.
+        # Per layer: the function that applies its rotary tables, None without tables, or the reason why it is unknown.
         self._rotations: dict[int, Callable[..., Any] | str | None] = {}
 
     def why_missing(self, needs: Iterable[str], layers: Iterable[int]) -> str | None:
-        """One clause saying which of `needs` (see roles.Traits) `layers` cannot give, or None."""
+        """Return a clause on which of `needs` (see roles.Traits) are unavailable in `layers`, or None."""
         layers = list(layers)
         for need in needs:
             if need == "hidden":
@@ -91,7 +90,7 @@ class Facts:
         return found or self.config.hidden_size // self.config.num_attention_heads
 
     def _linear(self, layer_idx: int) -> nn.Module | str:
-        """The output projection, or why there is none that a method can use."""
+        """Return the output projection, or the reason why it cannot be used."""
         attention = self._attention(layer_idx)
         linear = next((getattr(attention, name) for name in _PROJECTIONS if hasattr(attention, name)), None)
         heads = self.config.num_attention_heads
@@ -122,7 +121,7 @@ class Facts:
             )
         apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
         if self.model.device.type == "meta":
-            # Nothing can be computed; whoever loads the weights asks again.
+            # Nothing can be computed; this is repeated once weights are loaded.
             return apply
         try:
             with torch.no_grad():
@@ -141,7 +140,7 @@ class Facts:
         return unknown
 
     def _is_rotation(self, layer_idx: int, apply: Callable[..., Any], x: Tensor, positions: Tensor) -> bool:
-        """Tell that turning there and back changes nothing, and products depend on distances alone."""
+        """Return True if rotating and rotating back is the identity, and products depend on distances alone."""
         x = x.double()
         there = self._turned(layer_idx, apply, x, positions, inverse=False)
         back = self._turned(layer_idx, apply, there, positions, inverse=True)
@@ -155,7 +154,7 @@ class Facts:
         """[1, H, P, D] keys that the layer makes of one hidden state at the positions int64 [1, P]."""
         device = next(attention.parameters()).device
         dtype = self.model.dtype
-        # Where the weights are brought in for each call, they stand nowhere now.
+        # Weights loaded for each call are not in memory now.
         device = self.model.device if device.type == "meta" else device
         generator = torch.Generator().manual_seed(0)
         hidden = torch.randn(self.config.hidden_size, generator=generator).to(device, dtype)
@@ -178,7 +177,7 @@ class Facts:
 
     def _tables(self, layer_idx: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The model's own tables (cos, sin), [B or 1, L, R] each, in the dtype of x."""
-        # Its hooks note what it makes for the layers, and are not to run here.
+        # Its hooks record its output for the layers, and must not run here.
         make = self.decoder.rotary_emb.forward
         if "layer_type" in inspect.signature(make).parameters:
             return make(x, positions, self._layer_type(layer_idx))
@@ -197,7 +196,7 @@ class Facts:
 
 
 def _spread(keys: Tensor) -> float:
-    """Measure how far the keys [1, H, P, D] at the positions are from those at the first, relative to their size."""
+    """Return the relative distance of the keys [1, H, P, D] at the positions from those at the first."""
     return ((keys - keys[:, :, :1]).norm(dim=-1).amax() / keys.norm(dim=-1).amax().clamp_min(1e-30)).item()
 
 
@@ -209,7 +208,7 @@ class _Caught(Exception):
 
 
 class _Catch:
-    """A cache that takes nothing."""
+    """A cache that stores nothing."""
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> None:
         raise _Caught(keys)

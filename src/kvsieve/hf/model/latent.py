@@ -1,4 +1,4 @@
-"""The up-projection of a layer with latent attention, found on its module and tried on what the module computes."""
+"""The up-projection of a layer with latent attention, found among its modules by trial."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def candidates(attention: nn.Module, rank: int) -> list[nn.Linear]:
 def up_projection(
     attention: nn.Module, latents: Tensor, rotated: Tensor, key: Tensor, value: Tensor, who: str
 ) -> UpProjection:
-    """Find how a layer makes keys and values of latents.
+    """Return the projection that makes a layer's keys and values from latents.
 
     Args:
         attention: the layer's attention module.
-        latents: [B, 1, L, R], as the cache was given them.
-        rotated: [B, 1, L, Dr], given with them.
-        key: [B, Hq, L, Dn + Dr], what the layer has made of both.
-        value: [B, Hq, L, Dv], as well.
+        latents: [B, 1, L, R], as passed to the cache.
+        rotated: [B, 1, L, Dr], passed with them.
+        key: [B, Hq, L, Dn + Dr], the layer's keys.
+        value: [B, Hq, L, Dv], the layer's values.
         who: the layer, for the error.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Budgets in bytes: how many entries per layer and KV head a cache of that size holds on a model."""
+"""Budgets in bytes: entries per layer and KV head of a cache of that size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHAPES: dict[str, tuple[LayerShape, ...]] = {}
 
 
 def fit_model(plan: Plan, model: Any) -> Plan:
-    """Return a plan whose budgets in bytes have become entries on a model of transformers; see `fit`."""
+    """Return a plan with budgets in bytes converted to entries on a model of transformers; see `fit`."""
     try:
         shapes = shapes_of(model)
     except UnsupportedModelError as error:
@@ -44,10 +44,10 @@ def shapes_of(model: Any) -> tuple[LayerShape, ...]:
 
 
 def fit(plan: Plan, shapes: Sequence[LayerShape], element_bytes: int) -> Plan:
-    """Return a plan whose budgets in bytes have become entries per layer and KV head.
+    """Return a plan with budgets in bytes converted to entries per layer and KV head.
 
-    A budget holds for the cache of one row once its prompt is complete: keys, values and where entries stood, of all
-    layers and heads, sliding windows and recurrent states included.
+    A budget is for the cache of one row once its prompt is complete: keys, values and token indices of all layers and
+    heads, including sliding windows and recurrent states.
 
     Args:
         plan: any.
@@ -114,17 +114,17 @@ def fit(plan: Plan, shapes: Sequence[LayerShape], element_bytes: int) -> Plan:
 def layer_bytes(
     plan: Plan, shape: LayerShape, element_bytes: int, entries: float, *, most: bool = False, aside: float = 0
 ) -> int:
-    """Bytes that one layer of a row's cache takes once a prompt is complete: keys, values, states, where entries stood.
+    """Return the bytes of one layer of a row's cache once a prompt is complete: keys, values, states, token indices.
 
-    Room for tokens to come, and what a method remembers beside entries, are not among them.
+    Spare room and methods' state are not included.
 
     Args:
-        plan: what acts on the layer.
+        plan: acts on the layer.
         shape: of the layer.
         element_bytes: of one key or value element.
-        entries: that each KV head keeps where the layer's KV grows.
-        aside: beside them, that the plan's `rest` keeps.
-        most: as many as so many entries may take, where some that are not encoded yet take more than others.
+        entries: kept by each KV head if the layer's KV grows.
+        aside: further entries, kept by the plan's `rest`.
+        most: upper bound, with some entries not encoded yet.
     """
     evict = plan.evict
     heads = shape.heads
@@ -139,7 +139,7 @@ def layer_bytes(
     stored = heads if evict is None else evict.stored_heads(heads, shape.query_heads)
     entry = entry * stored // heads
     if evict is not None and evict.traits.ragged:
-        # Every head's bias tells which slots are its own; slots are rounded up to lanes.
+        # Every head has a bias for all slots; slots are rounded up to lanes.
         entry += stored * stored * element_bytes
         fixed += (LANES - 1) * entry // stored
     return round(entry * entries + aside * heads * _INDEX_BYTES + aside_bytes(plan, shape, aside)) + fixed
@@ -148,9 +148,9 @@ def layer_bytes(
 def encoded_bytes(
     codec: Codec, shape: LayerShape, entries: float, element_bytes: int, *, most: bool = False, aside: float = 0
 ) -> float:
-    """Bytes of the keys and values of one layer of a row, of which the codec leaves the newest exact.
+    """Return the bytes of one layer's keys and values in a row, with the newest exact.
 
-    most, aside: as in `layer_bytes`; of those aside the bytes are not counted.
+    most, aside: as in `layer_bytes`; the bytes of the latter are not counted.
     """
     exact: float = codec.sinks + codec.newest(int(entries + aside))
     encoded = entries - exact
@@ -166,19 +166,19 @@ def encoded_bytes(
 
 
 def aside_bytes(plan: Plan, shape: LayerShape, entries: float) -> float:
-    """Bytes of the keys and values of one layer of a row that are not chosen, as the plan's `rest` has them."""
+    """Return the bytes of one layer's evicted keys and values in a row, kept by the plan's `rest`."""
     return 0 if plan.rest is None else _blocks_bytes(plan.rest, shape, entries)
 
 
 def _blocks_bytes(codec: Codec, shape: LayerShape, entries: float, empty: int = 0) -> float:
-    """Bytes of entries in as few blocks as can be, and of `empty` places beside them, of each KV head."""
+    """Return the bytes of entries in as few blocks as possible, and of `empty` further places, of each KV head."""
     if entries <= 0:
         return 0
     blocks = math.ceil((entries + empty) / codec.block)
     places = entries + empty if empty else blocks * math.ceil(entries / blocks)
     tokens = places / blocks
     forms = zip(shape.dims, (codec.keys(shape.dims[0]), codec.values(shape.dims[1])), strict=True)
-    # Means of channels, and what they are divided by, are of a KV head.
+    # Means and divisors of channels are per KV head.
     return shape.heads * sum(
         dim * (places * form.bits_per_number(dim, tokens) / 8 + _WIDE_BYTES * (form.centered + form.balanced))
         for dim, form in forms

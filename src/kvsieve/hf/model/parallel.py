@@ -1,9 +1,8 @@
-"""Tensor parallelism: processes that have a part of every layer's heads each, and choose alike.
+"""Tensor parallelism: processes with a part of every layer's heads, and identical choices.
 
-transformers divides a model's weights among the processes that torchrun has started; hidden states are whole on all of
-them. What a method decides for one KV head needs no other process. What it decides for a whole layer is worked out of
-all processes' parts, which are exchanged (`types.Ranks`), in the same order on each, so that rounding and ties cannot
-lead them apart.
+transformers divides a model's weights among the processes started by torchrun; hidden states are complete on all of
+them. Decisions for one KV head need no other process. Decisions for a whole layer are computed from all processes'
+parts, which are exchanged (`types.Ranks`), in the same order on each, so that rounding and ties are identical.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ class GroupRanks(Ranks):
 
 
 def ranks_of(model: Any, plan: Plan) -> Ranks:
-    """The processes that `model` is divided among, `ALONE` where it is not.
+    """Return the processes of tensor parallelism, `ALONE` without it.
 
-    Raises UnsupportedModelError for a model that is divided otherwise than by whole heads, and PlanError for a plan
-    that could decide on the heads of one process alone.
+    Raises UnsupportedModelError for a model that is not divided by whole heads, and PlanError for a plan that could
+    decide by the heads of one process alone.
     """
     mesh = tensor_parallel_mesh(model)
     if mesh is None:

@@ -1,4 +1,4 @@
-"""Settling a plan for a model: budgets in bytes, parameters that were not given, and the tokenizer's."""
+"""Completion of a plan for a model: budgets in bytes, unset parameters, and the tokenizer's."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kvsieve.planning.settled import settled
 
 
 def plan_for(plan: Plan, model: Any, tokenizer: Any = None) -> Plan:
-    """Return a plan with nothing left open; see `Plan.for_model`."""
+    """Return a fully specified plan; see `Plan.for_model`."""
     if plan.budgets_in_bytes and not isinstance(model, Fingerprint):
-        # Of transformers, without which a Fingerprint does.
+        # transformers' own; a Fingerprint works without.
         from kvsieve.hf.model.memory import fit_model
 
         plan = fit_model(plan, model)

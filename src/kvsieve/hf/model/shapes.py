@@ -1,4 +1,4 @@
-"""Shapes of what a model's layers attend with and remember, found by running it on torch's meta device."""
+"""Shapes of a model's attention and memory, found by running it on torch's meta device."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def meta_model(config: Any) -> Any:
 
 
 def layer_shapes(model: Any) -> tuple[LayerShape, ...]:
-    """Measure the layers of a model that lies on the meta device, in a dtype other than float32.
+    """Return the shapes of the layers of a model on the meta device, in a dtype other than float32.
 
     Raises:
         UnsupportedModelError: a layer is of an unknown kind, or the model cannot be run without weights.
@@ -96,7 +96,7 @@ def _run(decoder: Any, cache: DynamicCache, shares: bool) -> None:
 
 @contextlib.contextmanager
 def _watched(model: Any, layers: Any, seen: _Seen) -> Iterator[None]:
-    """Record what comes to the layers and to their attention; experts, whose choice needs numbers, are passed over."""
+    """Record the inputs of the layers and of their attention; experts, which need actual numbers, are skipped."""
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         seen.attended.setdefault(seen.layer, []).append((query.shape[1], key.shape[-1], value.shape[-1]))
@@ -145,7 +145,7 @@ def _shape(model: Any, index: int, kind: LayerKind, held: Any, seen: _Seen) -> L
         heads = keys.shape[1]
         dims = (keys.shape[-1], values.shape[-1])
         entry = heads * sum(dims)
-        # Attention that is no function of transformers' interface is taken to be that of the heads the config tells of.
+        # Attention outside transformers' interface is assumed to have the config's heads.
         attended = attended or [(config.num_attention_heads, *dims)]
     wide = sum(part.numel() for part in state if part.dtype == torch.float32)
     return LayerShape(

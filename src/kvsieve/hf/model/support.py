@@ -1,4 +1,4 @@
-"""Which models a plan can run on, decided from the model object before anything is changed."""
+"""Support of plans by models, decided from the model object before anything is changed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TELLING_TYPES = {
 
 
 def why_unsupported(model: Any, plan: Plan) -> str | None:
-    """One clause saying why `plan` cannot run on `model`, or None when it can."""
+    """Return a clause why `plan` cannot run on `model`, or None."""
     reason = _why_no_plan_runs(model)
     if reason is not None:
         return reason
@@ -67,7 +67,7 @@ def why_unsupported(model: Any, plan: Plan) -> str | None:
 
 
 def _why_not_latent(model: Any, plan: Plan, layers: list[int]) -> str | None:
-    """One clause saying why a plan cannot run on layers with latent attention, or None when it can."""
+    """Return a clause why a plan cannot run on layers with latent attention, or None."""
     subject = f"its layer {layers[0]} has latent attention, of which only latents are stored,"
     if tensor_parallel_mesh(model) is not None:
         return f"{subject} and heads divided among processes would choose among them differently; run it on one process"
@@ -95,7 +95,7 @@ def _why_not_latent(model: Any, plan: Plan, layers: list[int]) -> str | None:
 
 
 def _why_not_encoded(model: Any, codec: Codec) -> str | None:
-    """One clause saying why a codec does not take the heads of the layers whose KV grows, or None when it does."""
+    """Return a clause why a codec does not support the heads of layers with growing KV, or None."""
     try:
         for dims in dict.fromkeys(shape.dims for shape in shapes_of(model) if shape.kind.grows):
             codec.keys(dims[0]).check(dims[0], "its keys")
@@ -121,7 +121,7 @@ def _numbers(indices: list[int]) -> str:
 
 
 def _why_no_plan_runs(model: Any) -> str | None:
-    """One clause about the model alone, or None when plans can run on it."""
+    """Return a clause why the model supports no plan, or None."""
     if getattr(model.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder; kvsieve reduces the context of decoder-only models"
     if not hasattr(model, "generate") or not hasattr(model, "get_decoder"):
@@ -151,7 +151,7 @@ def _why_no_plan_runs(model: Any) -> str | None:
 
 
 def methods_for(model: Any) -> list[str]:
-    """Names of the methods whose plan, as it is by default, can run on `model`; full KV is not counted."""
+    """Return the names of the methods with a default plan that can run on `model`, without full KV."""
     found = []
     for info in (method_info(name) for name in list_methods() if name != "full"):
         # A plan that as it is by default does not fit the model's depth is refused with a PlanError.

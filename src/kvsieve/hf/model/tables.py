@@ -1,7 +1,7 @@
-"""Rotary tables that depend on how long the whole sequence is: longrope's two sets of factors, dynamic NTK's base.
+"""Rotary tables that depend on the length of the sequence: longrope's two sets of factors, dynamic NTK's base.
 
-Such a module makes the tables of a pass by the largest position in it, so one prompt read in chunks would get the
-tables of several lengths. A model's name decides nothing: the tables of a short and of a long sequence are compared.
+Such a module makes the tables of a pass by the largest position in it, so a chunked prompt would get the tables of
+several lengths. Model names are not used: the tables of a short and of a long sequence are compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RotaryTables:
     """The tables of one model.
 
     Attributes:
-        module: makes them; None where the model has none of its own.
+        module: computes them; None if the model has none of its own.
     """
 
     def __init__(self, model: Any) -> None:
@@ -38,7 +38,7 @@ class RotaryTables:
 
     @property
     def depend(self) -> bool:
-        """True where tables depend on the length of the whole sequence."""
+        """True if tables depend on the length of the whole sequence."""
         if self._depend is None:
             longest = context_of(self.config)
             self._depend = False
@@ -49,15 +49,15 @@ class RotaryTables:
         return self._depend
 
     def same(self, used: Lengths | None, length: int) -> bool:
-        """Tell whether a cache's keys were made by the tables of a sequence of `length`. used: None for no keys."""
+        """Return True if a cache's keys have the tables of a sequence of `length`. used: None for no keys."""
         return used is None or not self.depend or len({self._key(each) for each in (*used, length)}) == 1
 
     def notes(self, used: Lengths | None, reread: int) -> list[str]:
-        """Say what a turn's tables have led to.
+        """Return notes on the effects of a turn's tables.
 
         Args:
-            used: by which a cache's keys were made; None for no keys.
-            reread: tokens that were read again.
+            used: lengths of the tables of a cache's keys; None for no keys.
+            reread: tokens that were prefilled again.
         """
         notes = []
         if reread:

@@ -1,4 +1,4 @@
-"""Weights in the forms in which people have them: low-bit, with adapters, brought in from elsewhere for each call."""
+"""Weights in their various forms: low-bit, with adapters, or loaded for each call."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from kvsieve.errors import KvsieveError
 
-# Unit vectors that a projection is asked for at a time.
+# Unit vectors per call of a projection.
 _ROWS = 1024
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def plain_weight(linear: Any) -> Tensor | None:
-    """Return the weight [C, D] of a linear layer that holds it as a plain tensor of floats here; None for any other.
+    """Return the weight [C, D] of a linear layer if it is a plain tensor of floats in memory, else None.
 
-    Under tensor parallelism a process holds the columns of its own heads.
+    Under tensor parallelism a process has the columns of its own heads.
     """
     weight = getattr(linear, "weight", None)
     if not isinstance(linear, nn.Linear) or not isinstance(weight, Tensor):
@@ -31,16 +31,16 @@ def plain_weight(linear: Any) -> Tensor | None:
 
 
 def is_linear(linear: Any, width: int) -> bool:
-    """Tell whether a module is a linear layer of so many inputs, in whatever form it holds its weight."""
+    """Return True if a module is a linear layer with so many inputs, in any weight format."""
     return isinstance(linear, nn.Module) and getattr(linear, "in_features", None) == width
 
 
 @torch.no_grad()
 def weight_by_images(linear: nn.Module, width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Find the weight [C, D] of a linear layer, in `dtype`, by what the layer itself makes of each unit vector.
+    """Return the weight [C, D] of a linear layer, in `dtype`, from the layer's outputs for unit vectors.
 
-    So the library that packed the weight unpacks it, active adapters are added, and a weight that lies elsewhere is
-    brought in. Halving the difference to the opposite vector leaves the bias out.
+    So the library that packed the weight unpacks it, active adapters are added, and an offloaded weight is loaded. Half
+    the difference to the opposite vector excludes the bias.
     """
     parts = []
     for first in range(0, width, _ROWS):
@@ -51,7 +51,7 @@ def weight_by_images(linear: nn.Module, width: int, device: torch.device, dtype:
 
 
 def adapted_layer(decoder: nn.Module) -> Any | None:
-    """Return a layer of PEFT that carries adapters, which tells those of all layers; None where there is none."""
+    """Return a PEFT layer with adapters, representative of all layers, or None."""
     peft = sys.modules.get("peft.tuners.tuners_utils")
     if peft is None:
         return None
@@ -59,7 +59,7 @@ def adapted_layer(decoder: nn.Module) -> Any | None:
 
 
 def active_adapters(layer: Any | None) -> tuple[str, ...]:
-    """Names of the adapters that act: those merged into the weights, and those active unless they are disabled."""
+    """Return the names of active adapters: merged into the weights, or enabled."""
     if layer is None:
         return ()
     return tuple(sorted({*layer.merged_adapters, *(() if layer.disable_adapters else layer.active_adapters)}))
@@ -71,11 +71,11 @@ def forms_of(decoder: nn.Module) -> dict[str, tuple[torch.dtype, str]]:
 
 
 def check_forms(decoder: nn.Module, known: dict[str, tuple[torch.dtype, str]]) -> None:
-    """Raise KvsieveError where weights were cast or moved since `known` was noted of them."""
+    """Raise KvsieveError if weights were cast or moved since `known` was recorded."""
     found = forms_of(decoder)
     for name, before in known.items():
         now = found.get(name, before)
-        # What is brought in for each call lies nowhere in between.
+        # Weights loaded for each call are not in memory in between.
         if now != before and "meta" not in (now[1], before[1]):
             raise KvsieveError(
                 f"the weight {name} is {now[0]} on {now[1]} and was {before[0]} on {before[1]} when the plan was "
@@ -84,7 +84,7 @@ def check_forms(decoder: nn.Module, known: dict[str, tuple[torch.dtype, str]]) -
 
 
 def why_out_of_reach(model: Any) -> str | None:
-    """One clause saying why a model that is loaded has no device to take a prompt; None if it has."""
+    """Return a clause why a loaded model has no device for a prompt, or None."""
     if getattr(model, "hf_device_map", None) and model.device.type == "meta":
         return (
             "all its weights are on disk, its embeddings too, so no device takes a prompt; keep these in memory, as "

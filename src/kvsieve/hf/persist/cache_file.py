@@ -1,4 +1,4 @@
-"""The safetensors file of a saved cache: written whole or not at all, and checked before it is used."""
+"""The safetensors file of a saved cache: written atomically, and checked before use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvsieve.version import __version__
 FORMAT = 6
 
 MARK = "kvsieve_cache"
-# What safetensors reads of a file's own header; ours is a part of it.
+# Limit of safetensors for a file's own header; ours is a part of it.
 _LONGEST = 100_000_000
 DTYPES = {
     "torch.float64": "F64",
@@ -41,9 +41,9 @@ DTYPES = {
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[tuple[dict[str, Any], Any]]:
-    """A saved cache's header, known to be whole, and its open file."""
+    """Yield a saved cache's verified header, and its open file."""
     try:
-        # safetensors calls what it may not read missing, and waits for what a pipe will say.
+        # safetensors reports unreadable files as missing, and blocks on pipes.
         with open(path, "rb", opener=_regular):
             pass
     except OSError as error:
@@ -99,7 +99,7 @@ def header_digest(header: dict[str, Any]) -> str:
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """sha256 of all tensors: their names, dtypes, shapes and bytes."""
+    """Return the sha256 of all tensors: their names, dtypes, shapes and bytes."""
     total = hashlib.sha256()
     for name in sorted(tensors):
         part = tensors[name]
@@ -109,18 +109,18 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def copied(part: Tensor) -> Tensor:
-    """A copy, byte for byte, because a file that is mapped into memory may change after it was checked."""
+    """Return a copy, byte for byte, because a memory-mapped file may change after its check."""
     # Copied as bool, every byte but 0 would become 1.
     return part.view(torch.uint8).clone().view(torch.bool) if part.dtype == torch.bool else part.clone()
 
 
 def as_bytes(part: Tensor) -> Any:
-    """A buffer of a tensor's bytes, in order."""
+    """Return a buffer of a tensor's bytes, in order."""
     return part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def write(file: BinaryIO, tensors: Mapping[str, Tensor], text: str) -> None:
-    """The safetensors format, tensor by tensor, so that no second copy of the cache is made."""
+    """Write the safetensors format, tensor by tensor, without a second copy of the cache."""
     # Wide dtypes first keeps all aligned.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     entries: dict[str, Any] = {"__metadata__": {"kvsieve": text}}
@@ -140,10 +140,9 @@ def write(file: BinaryIO, tensors: Mapping[str, Tensor], text: str) -> None:
 
 
 def is_ours(path: str | os.PathLike[str]) -> bool:
-    """Tell that what is at `path` may be replaced unasked.
+    """Return True if the file at `path` may be replaced: missing, empty, or written by `write`, even if damaged.
 
-    That is nothing, an empty file, or one that `write` wrote, whatever became of it. Raises MissingFileError for a file
-    that cannot be read.
+    Raises MissingFileError for an unreadable file.
     """
     begin = b'{"__metadata__": {"kvsieve"'
     try:
@@ -158,10 +157,10 @@ def is_ours(path: str | os.PathLike[str]) -> bool:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], force: bool = False) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` once it is written in full and on the disk.
+    """Yield a new file that replaces `path` once it is completely on disk.
 
-    Nobody but its owner can read it, at any time; of a file that is replaced, what its owner may do is kept. Raises
-    InputError, unless `force`, where another file than a saved cache is there.
+    Only its owner can read it, at any time; a replaced file keeps its owner's permissions. Raises InputError, unless
+    `force`, if there is a file that is not a saved cache.
     """
     target = Path(os.path.realpath(path))
     try:

@@ -1,4 +1,4 @@
-"""Identity of what a saved cache was made with: its model, tokenizer and plan."""
+"""Identity of a saved cache: its model, tokenizer and plan."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvsieve.hf.persist.cache_file import as_bytes
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.profiles import Fingerprint
 
-# What decides where keys are turned to and how far a layer sees, and cannot be read from weights.
+# Facts about rotation and windows that weights do not determine.
 _POSITIONS = ("rope_parameters", "layer_types", "sliding_window", "no_rope_layers", "attention_chunk_size")
 # Evenly spaced elements of each weight tensor that are hashed.
 _SAMPLE = 64
 
 
 def as_json(value: Any, what: str, error: type[Exception]) -> Any:
-    """Return a value as JSON gives it back; raise `error` where JSON cannot hold it."""
+    """Return a value after a round trip through JSON; raise `error` if JSON cannot represent it."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as problem:
@@ -30,7 +30,7 @@ def as_json(value: Any, what: str, error: type[Exception]) -> Any:
 
 
 def model_identity(model: AttachedModel) -> dict[str, Any]:
-    """Describe a model, JSON-ready, so that another one differs."""
+    """Return a JSON-ready description that distinguishes a model from others."""
     config = model.model.config
     positions = {name: getattr(model.config, name, None) for name in _POSITIONS}
     return {
@@ -46,7 +46,7 @@ def model_identity(model: AttachedModel) -> dict[str, Any]:
 
 
 def _weights(model: AttachedModel) -> str:
-    """Hash a few elements of every weight of the decoder, whatever they are called and in which order."""
+    """Hash a few elements of every weight of the decoder, independently of names and order."""
     found = []
     for weight in model.decoder.parameters():
         for each in _tensors(weight.detach()):
@@ -57,7 +57,7 @@ def _weights(model: AttachedModel) -> str:
 
 
 def _tensors(weight: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that a weight is made of; none where it is brought in for each call."""
+    """Yield the plain tensors of a weight; none if it is loaded for each call."""
     if hasattr(weight, "__tensor_flatten__") and not hasattr(weight, "to_local"):
         for name in weight.__tensor_flatten__()[0]:
             yield from _tensors(getattr(weight, name))
@@ -66,7 +66,7 @@ def _tensors(weight: Tensor) -> Iterator[Tensor]:
 
 
 def vocabulary_hash(tokenizer: Any) -> str:
-    """Hash what each token id stands for."""
+    """Hash the vocabulary."""
     words = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()
 
@@ -105,7 +105,7 @@ def _named(model: dict[str, Any]) -> str:
 def check_plan(path: Any, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
     """Raise CacheFileError unless a file was made under this plan; both as Plan.to_dict gives them."""
     names = [each["name"] for each in (theirs, mine)]
-    # What a plan and a profile are called says nothing of what they do.
+    # Names of plans and profiles do not matter.
     for each in (theirs, mine):
         each.pop("name")
         each.get("profile", {}).pop("name", None)
@@ -118,7 +118,7 @@ def check_plan(path: Any, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
 
 
 def _differences(theirs: Any, mine: Any) -> str:
-    """Tell the first few places where two JSON values differ, and what stands there in the file and here."""
+    """Return the first few places where two JSON values differ, with the values in the file and here."""
     found = list(_differing(theirs, mine, ""))
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return ", ".join(found[:3]) + more

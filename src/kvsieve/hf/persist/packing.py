@@ -1,4 +1,4 @@
-"""Packing what a cache knows as JSON and named tensors."""
+"""Packing of a cache's facts as JSON and named tensors."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _RECORDS: dict[str, Any] = {
 
 
 class Packer:
-    """Puts values as JSON has them; their tensors are set aside.
+    """Converts values to JSON, and collects their tensors.
 
     Attributes:
-        device: where tensors are expected to be.
+        device: expected device of tensors.
         tensors: by name.
     """
 
@@ -63,7 +63,7 @@ class Packer:
             while name in self.tensors:
                 name += "'"
             self.tensors[name] = value.detach()
-            # Some scratch of methods is on the CPU whatever the model's device is.
+            # Some state of methods is on the CPU for any model device.
             host = value.device.type == "cpu" and self.device != value.device
             return {"tensor": name, "host": host, "dtype": DTYPES[str(value.dtype)], "shape": list(value.shape)}
         if type(value) is list:
@@ -119,7 +119,7 @@ def unpacked(value: Any, tensors: dict[str, Tensor], device: torch.device, readi
 
 
 def packed_layer(layer: CacheLayer, index: int) -> dict[str, Any]:
-    """Put one layer as JSON has it, and under "tensors" what it holds."""
+    """Return one layer as JSON, with its tensors under "tensors"."""
     parts: dict[str, Any] = {"kind": type(layer).__name__}
     if layer.memory is not None:
         parts |= layer.memory.parts()

@@ -1,7 +1,7 @@
-"""A conversation's cache as one file: safetensors with a JSON header, checked in every part before it is used.
+"""A conversation's cache as one file: safetensors with a JSON header, fully checked before use.
 
-The header tells the model, its dtype, the tokenizer and the plan, and what the cache knew; tensors are the used part of
-what it held. Its `sha256` covers the header, and through the header's `tensors` every tensor. Nothing in a file is run.
+The header has the model, its dtype, the tokenizer, the plan, and the cache's facts; tensors are the used part of its
+content. Its `sha256` covers the header, and through the header's `tensors` every tensor. Nothing in a file is executed.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from kvsieve.version import __version__
 
 @dataclass(frozen=True)
 class Saved:
-    """A cache that `load_cache` has read.
+    """A cache loaded by `load_cache`.
 
     Attributes:
-        cache: to go on with.
+        cache: to continue with.
         ids: int64 [B, N], the conversation, None if it was saved without.
         extra: as saved.
     """
@@ -64,14 +64,14 @@ def save_cache(
     extra: Mapping[str, Any] | None = None,
     force: bool = False,
 ) -> None:
-    """Write `cache`, made by `sieve`, to one file that `load_cache` reads, in place of one that was saved there.
+    """Write `cache`, made by `sieve`, to one file for `load_cache`, replacing an earlier one.
 
-    tokenizer: its vocabulary is then checked on loading. ids: int64 [B, N], the conversation's tokens. extra: anything
-    JSON can hold. The file appears whole or not at all: on any failure what was at `path` is untouched. force: replace
-    a file that is no saved cache too.
+    tokenizer: its vocabulary is then checked on loading. ids: int64 [B, N], the conversation's tokens. extra: any JSON
+    value. The file is written atomically: on any failure the file at `path` is untouched. force: replace even a file
+    that is not a saved cache.
 
-    Raises CacheStateError while a prompt is half-read, InputError for ids or extra that do not fit and a path where
-    another file is, and CacheFileError for a state or plan that cannot be saved and where the file cannot be written.
+    Raises CacheStateError in the middle of a prompt, InputError for ids or extra that do not fit and a path with
+    another file, and CacheFileError for a state or plan that cannot be saved, or a file that cannot be written.
     """
     _check_whole(model)
     model.check_cache(cache)
@@ -90,7 +90,7 @@ def save_cache(
 
 
 def identity_of(model: AttachedModel, tokenizer: Any = None) -> dict[str, Any]:
-    """Describe what a cache was made with, as a file's header has it: "model", "tokenizer" and "plan"."""
+    """Return the identity in a file's header: "model", "tokenizer" and "plan"."""
     return {
         "model": model_identity(model),
         "tokenizer": None if tokenizer is None else vocabulary_hash(tokenizer),
@@ -101,7 +101,7 @@ def identity_of(model: AttachedModel, tokenizer: Any = None) -> dict[str, Any]:
 def packed_cache(
     cache: SieveCache, ids: Tensor | None, device: torch.device
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return "cache", "layers" and "ids" of a file's header, and the tensors that they speak of, which are not copied.
+    """Return "cache", "layers" and "ids" of a file's header, and their tensors, which are not copied.
 
     Args:
         cache: between passes.
@@ -123,7 +123,7 @@ def packed_cache(
 def write_cache(
     path: str | os.PathLike[str], header: dict[str, Any], tensors: Mapping[str, Tensor], force: bool = False
 ) -> None:
-    """Write a file of what `identity_of` and `packed_cache` have given, and "extra"; see `save_cache`."""
+    """Write a file from the results of `identity_of` and `packed_cache`, and "extra"; see `save_cache`."""
     header = {MARK: FORMAT, "kvsieve": __version__, **header}
     header["tensors"] = digest(tensors)
     header["sha256"] = header_digest(header)
@@ -132,10 +132,10 @@ def write_cache(
 
 
 def load_cache(path: str | os.PathLike[str], model: AttachedModel, *, tokenizer: Any = None) -> Saved:
-    """Read the cache that `save_cache` wrote, on the model's device, to go on with under the same plan.
+    """Load a file of `save_cache`, on the model's device, to continue under the same plan.
 
-    Raises CacheFileError, before anything is built, for a file that cannot be read, is no such file, was cut or
-    changed, is of another format, or was made with another model, dtype, tokenizer (where both are known) or plan.
+    Raises CacheFileError, before anything is built, for a file that is unreadable, invalid, truncated, changed, or of
+    another format, model, dtype, tokenizer (if both are known) or plan.
     """
     _check_whole(model)
     with opened(path) as (header, file), understood(path):
@@ -154,16 +154,16 @@ def load_cache(path: str | os.PathLike[str], model: AttachedModel, *, tokenizer:
 def checked_tensors(
     path: str | os.PathLike[str], header: dict[str, Any], file: Any, keep: Callable[[Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """Return all tensors of an opened file, after their checksum was verified.
+    """Return all tensors of an opened file, with their checksum verified.
 
     Args:
         path: for messages.
         header: of the file.
         file: open in safetensors.
-        keep: makes of a tensor that lies in the mapped file the one that is verified and returned.
+        keep: converts a memory-mapped tensor to the one that is verified and returned.
 
     Raises:
-        CacheFileError: they are not what the header speaks of.
+        CacheFileError: they do not match the header.
     """
     _check_tensors(path, header, file)
     tensors = {name: keep(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 (a file open in safetensors is no mapping)
@@ -174,7 +174,7 @@ def checked_tensors(
 
 @contextlib.contextmanager
 def understood(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Blame the file for whatever goes wrong in here: it is known to be as it was written."""
+    """Turn any error in this block into CacheFileError: the file is known to be unchanged."""
     try:
         yield
     except (KvsieveError, MemoryError, torch.OutOfMemoryError):
@@ -187,7 +187,7 @@ def understood(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _check_tensors(path: Any, header: dict[str, Any], file: Any) -> None:
-    """Before any of it is read: the file holds what its header speaks of, and no more."""
+    """Check, before loading, that the file has exactly the header's tensors."""
     declared = {}
     parts = [header["cache"], header["layers"], header["ids"]]
     while parts:
@@ -230,7 +230,7 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def made_cache(header: dict[str, Any], tensors: dict[str, Tensor], model: AttachedModel) -> Saved:
-    """Build a cache of a header's facts, on these very tensors where they are on the model's device; uses them up."""
+    """Return a cache from a header's facts, on the same tensors if they are on the model's device; consumes them."""
     reading = _plan_of_reading(model.plan)
     device = model.model.device
     cache = model.new_cache()
@@ -258,13 +258,13 @@ def made_cache(header: dict[str, Any], tensors: dict[str, Tensor], model: Attach
 
 
 def _plan_of_reading(plan: Plan) -> Plan:
-    """Return what passes over a short prompt run under; see hf/prompt/short.py."""
+    """Return the plan of passes over a short prompt; see hf/prompt/short.py."""
     evict = None if isinstance(plan.evict, ChunkedEvictor) else plan.evict
     return Plan(evict=evict, prefill=plan.prefill, codec=plan.codec, rest=plan.rest, name=plan.name)
 
 
 def _device(model: AttachedModel, index: int) -> torch.device:
-    """Return the device on which a layer's keys and values are made."""
+    """Return the device of a layer's keys and values."""
     weight = next(model.layers[index].parameters(), None)
     return model.model.device if weight is None or weight.is_meta else weight.device
 

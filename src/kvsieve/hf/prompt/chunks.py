@@ -59,7 +59,7 @@ def read_chunks(
     least = 2 if cache.has_state else 0
     window = max(acting.queries(length), options.window, least)
     chunk = None if options.chunk is None else max(options.chunk, least)
-    # Padding at the left would move borders that are counted from there, and with them what is exact until when.
+    # Padding at the left would move borders that are counted from there, and the time of encoding.
     backwards = _counts_backwards(acting)
     exact = acts and (acting.prefill is not None or (acting.evict is not None and backwards))
     new = None if mask is None else mask[:, start:].bool()

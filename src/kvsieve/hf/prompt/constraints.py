@@ -123,7 +123,7 @@ class PromptConstraints:
                     continue
                 allowed = evictor.entries(length)
                 own = evictor.minimum
-                # Where nothing is dropped afterwards, no more than all can be needed.
+                # If nothing is dropped afterwards, at most all entries can be needed.
                 if allowed < needed + own and (decodes or allowed < length):
                     raise InputError(
                         f"protect= and quotas= hold {needed} of the {length} tokens{where}; with the {own} that "
@@ -145,7 +145,7 @@ def _check_stored(cache: SieveCache, new: ProtectedTokens) -> None:
             )
         return
     for index, layer in cache.sieve_layers.items():
-        # Layers behind a propagator read a prompt once all of it is there.
+        # Layers after a propagator process a prompt once it is complete.
         if not layer.store.is_empty and new.is_missing(cache.num_seen, layer.store.index, layer.store.valid):
             raise InputError(
                 f"protect= and quotas= ask for tokens of an earlier turn, which layer {index} no longer holds; ask in "
