@@ -76,9 +76,9 @@ def cpu_kind() -> str:
         return ARM_BF16 if cpu_has("bf16") else ARM
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return platform.machine() or "unknown"
-    held = torch.backends.cpu.get_cpu_capability()
-    if held in ("DEFAULT", "AVX2"):
-        return AVX2 if held == "AVX2" else "no AVX2"
+    level = torch.backends.cpu.get_cpu_capability()
+    if level in ("DEFAULT", "AVX2"):
+        return AVX2 if level == "AVX2" else "no AVX2"
     if cpu_has("amx_bf16"):
         return AMX
     return AVX512_BF16 if cpu_has("avx512_bf16") else AVX512
@@ -111,9 +111,9 @@ def _of_cpu() -> DtypeChoice:
     if not found:
         lacks = "bf16 instructions" if platform.machine() in ("aarch64", "arm64") else "AVX-512 BF16 or AMX"
         return DtypeChoice(torch.float32, f"the processor has no native bfloat16 ({lacks})")
-    held = torch.backends.cpu.get_cpu_capability()
-    if held in ("DEFAULT", "AVX2"):
-        return DtypeChoice(torch.float32, f"torch uses no more of the processor than {held} here, without bfloat16")
+    level = torch.backends.cpu.get_cpu_capability()
+    if level in ("DEFAULT", "AVX2"):
+        return DtypeChoice(torch.float32, f"torch uses no more of the processor than {level} here, without bfloat16")
     if not torch.backends.mkldnn.is_available():
         return DtypeChoice(torch.float32, "this torch is built without oneDNN, which computes in bfloat16")
     return DtypeChoice(torch.bfloat16, f"the processor computes it natively ({' and '.join(found)})")
@@ -129,7 +129,7 @@ def _cpu_features() -> Mapping[str, Any]:
         return torch.cpu.get_capabilities()
     # torch before 2.10 reports two of them, and none of ARM's.
     older = {"avx512_bf16": "_is_avx512_bf16_supported", "amx_bf16": "_is_amx_tile_supported"}
-    found = {name: getattr(torch.cpu, asked)() for name, asked in older.items() if hasattr(torch.cpu, asked)}
+    found = {name: getattr(torch.cpu, function)() for name, function in older.items() if hasattr(torch.cpu, function)}
     info = Path("/proc/cpuinfo")
     if platform.machine() == "aarch64" and info.exists():
         found["bf16"] = "bf16" in info.read_text().split()

@@ -14,7 +14,7 @@ class KvsieveError(Exception):
     """
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(printable(shortened(each)) if isinstance(each, str) else each for each in args))
+        super().__init__(*(printable(shortened(arg)) if isinstance(arg, str) else arg for arg in args))
 
 
 class PlanError(KvsieveError, ValueError):

@@ -75,19 +75,19 @@ def why_not_private(path: Path) -> str | None:
     real = path.resolve(strict=True)
     # In a container whose root is another user outside, that user owns the root directory.
     trusted = {0, os.geteuid(), os.stat("/").st_uid}
-    for each in dict.fromkeys((path, real, *path.parents, *real.parents)):
-        found = os.lstat(each)
+    for place in dict.fromkeys((path, real, *path.parents, *real.parents)):
+        found = os.lstat(place)
         if found.st_uid not in trusted:
-            return f"{each} belongs to the user with id {found.st_uid}"
+            return f"{place} belongs to the user with id {found.st_uid}"
         if stat.S_ISLNK(found.st_mode):
             continue
-        on_the_way = each not in (path, real)
+        on_the_way = place not in (path, real)
         if on_the_way and found.st_mode & stat.S_ISVTX:
             continue
         # Many systems give each user a group of the same number, which has no other members.
         own_group = on_the_way and found.st_gid == os.getuid() != 0
         if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not own_group):
-            return f"others may write to {each}: its mode is {stat.S_IMODE(found.st_mode):o}"
+            return f"others may write to {place}: its mode is {stat.S_IMODE(found.st_mode):o}"
     return None
 
 

@@ -38,7 +38,7 @@ class _Lazy:
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] == "kvsieve":
                 names = vars(module)
-                names.update({each: part._found() for each, part in list(names.items()) if isinstance(part, _Lazy)})
+                names.update({key: part._found() for key, part in list(names.items()) if isinstance(part, _Lazy)})
         return self._found()
 
 

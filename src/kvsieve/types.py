@@ -152,8 +152,8 @@ class Ranks:
 
     def own(self, heads: int) -> slice:
         """Return the slice of this rank's heads among all `heads`."""
-        each = heads // self.size
-        return slice(self.rank * each, (self.rank + 1) * each)
+        count = heads // self.size
+        return slice(self.rank * count, (self.rank + 1) * count)
 
     def mean(self, part: Tensor) -> Tensor:
         """Average over the ranks a tensor of the same shape on all."""

@@ -162,20 +162,20 @@ class PlannedAttention(AttentionImpl):
         if attn_metadata.rounds is None:
             self._look(key, kv_cache, slots, slice(0, metadata.num_actual_tokens))
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
-        for each in attn_metadata.rounds:
-            self._look(key, kv_cache, slots, each.rows)
+        for part in attn_metadata.rounds:
+            self._look(key, kv_cache, slots, part.rows)
             new = (query, key, value)
             read = {}
-            for prompt in each.prompts:
+            for prompt in part.prompts:
                 read[prompt.segment.request.number] = self._attend_prompt(layer, new, kv_cache, output, prompt)
-            call = each.whole
-            if each.sparse is not None and self._reading is not None:
-                self._read_sparsely(layer, query, kv_cache, output, each.sparse)
-                call = each.rest
+            call = part.whole
+            if part.sparse is not None and self._reading is not None:
+                self._read_sparsely(layer, query, kv_cache, output, part.sparse)
+                call = part.rest
             if call is not None:
                 assert call.table is not None
                 self._attend(layer, query, kv_cache, output, call, call.table)
-            for end in each.ends:
+            for end in part.ends:
                 self._end(layer, query, kv_cache, end, read.get(end.segment.request.number))
         return output
 
@@ -208,7 +208,7 @@ class PlannedAttention(AttentionImpl):
         new: the batch's queries, keys and values, [rows, heads, dim].
         """
         rows = prompt.segment.rows
-        query, key, value = (each[rows].transpose(0, 1) for each in new)
+        query, key, value = (part[rows].transpose(0, 1) for part in new)
         if prompt.stored > key.shape[1]:
             key, value = self._read_entries(layer, kv_cache, prompt.pages, prompt.stored)
         into = output[rows]
@@ -219,10 +219,10 @@ class PlannedAttention(AttentionImpl):
 
     def _attend(self, layer: Any, query: Tensor, cache: Tensor, output: Tensor, call: PagedCall, table: Tensor) -> None:
         """Attend with the rows of a call; cache: vLLM's, or a view with one KV head per page."""
-        asked = query[call.rows]
-        shape = (-1, self.num_heads // self.num_kv_heads * cache.shape[1], asked.shape[-1])
-        into = output[call.rows] if isinstance(call.rows, slice) else torch.empty_like(asked)
-        self._attend_pages(layer, asked.reshape(shape), cache, into.view(shape), call, table)
+        queries = query[call.rows]
+        shape = (-1, self.num_heads // self.num_kv_heads * cache.shape[1], queries.shape[-1])
+        into = output[call.rows] if isinstance(call.rows, slice) else torch.empty_like(queries)
+        self._attend_pages(layer, queries.reshape(shape), cache, into.view(shape), call, table)
         if not isinstance(call.rows, slice):
             output[call.rows] = into.view(len(into), *output.shape[1:])
 
@@ -231,8 +231,8 @@ class PlannedAttention(AttentionImpl):
         bounds = self._bounds
         assert bounds is not None and self._reading is not None
         pages, heads, size, wide = kv_cache.shape
-        asked = query[sparse.call.rows].reshape(-1, heads, self.num_heads // heads, wide // 2)
-        question = self._reading.reader.question(asked, self.scale, bounds.page, sparse.channels)
+        queries = query[sparse.call.rows].reshape(-1, heads, self.num_heads // heads, wide // 2)
+        question = self._reading.reader.question(queries, self.scale, bounds.page, sparse.channels)
         chosen = choose_pages(
             bounds.table, question, sparse.table, sparse.sizes, sparse.counts, sparse.most, size, bounds.parts
         ).flatten(0, 1)
@@ -246,11 +246,11 @@ class PlannedAttention(AttentionImpl):
         read: the request's keys and values, if already gathered.
         """
         segment = end.segment
-        asked = query[segment.rows]
+        queries = query[segment.rows]
         if end.earlier:
-            asked = self._queries.joined(end.block, segment.start, asked)
+            queries = self._queries.joined(end.block, segment.start, queries)
         if end.later:
-            self._queries.hold(end.block, segment.end, asked)
+            self._queries.hold(end.block, segment.end, queries)
         ends_prompt = segment.start < segment.request.prompt
         state = self._states.of(end.block, ends_prompt) if end.block >= 0 else {}
         packing = end.packing
@@ -265,8 +265,8 @@ class PlannedAttention(AttentionImpl):
         if self._options.self_test:
             chosen = torch.arange(kept - 1, -1, -1, device=keys.device).expand(len(keys), -1)
         else:
-            chosen = choose_entries(evict, self._facts, Offered(asked, keys, values, state, ends_prompt), kept, tail)
-        keys, values = (each.gather(1, chosen[..., None].expand(-1, -1, each.shape[2])) for each in (keys, values))
+            chosen = choose_entries(evict, self._facts, Offered(queries, keys, values, state, ends_prompt), kept, tail)
+        keys, values = (part.gather(1, chosen[..., None].expand(-1, -1, part.shape[2])) for part in (keys, values))
         into = packing.pages[: packing.kept]
         self._write_entries(layer, kv_cache, into, keys, values)
         if self._bounds is not None:

@@ -72,10 +72,10 @@ class StepPlanner:
             common: vLLM's CommonAttentionMetadata.
         """
         rounds = rounds_of(_requests(common), self.facts.retention, self.facts.reading is not None)
-        made = [self._round(segments, common.block_table_tensor) for segments in rounds]
+        result = [self._round(segments, common.block_table_tensor) for segments in rounds]
         gaps = any(self._gap(segment)[1] for segments in rounds for segment in segments)
-        plain = len(made) == 1 and made[0].sparse is None and not made[0].prompts and not made[0].ends
-        return None if plain and not gaps else made
+        plain = len(result) == 1 and result[0].sparse is None and not result[0].prompts and not result[0].ends
+        return None if plain and not gaps else result
 
     def _gap(self, segment: Segment) -> tuple[int, int]:
         """Return the request's empty blocks during the segment's attention."""
@@ -91,7 +91,7 @@ class StepPlanner:
         read = [number for number, segment in enumerate(segments) if segment.decodes]
         sparse = self._sparse(segments, sizes, pages, read)
         prompts = self._prompts(segments, sizes, pages)
-        apart = {each.segment.request.number for each in prompts}
+        apart = {prompt.segment.request.number for prompt in prompts}
         whole = [number for number, segment in enumerate(segments) if segment.request.number not in apart]
         rest = [number for number in whole if sparse is not None and number not in set(read)]
         everywhere = sparse is not None and self.facts.reading is not None and self.facts.reading.everywhere
@@ -169,11 +169,11 @@ class StepPlanner:
         sizes = [sizes[number] for number in read]
         reads = [reading.read(segment.end, size) for segment, size in zip(segments, sizes, strict=True)]
         used = [-(-size // page) for size in sizes]
-        counts = [each.pages for each in reads]
+        counts = [part.pages for part in reads]
         if counts == used and not reading.self_test:
             return None
-        entries = [each.entries for each in reads]
-        channels = [each.channels for each in reads]
+        entries = [part.entries for part in reads]
+        channels = [part.channels for part in reads]
         lengths = torch.tensor(entries, dtype=torch.int32).repeat_interleave(heads)
         starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
         schedule = self.schedule(facts.heads // heads, 1, lengths, starts)

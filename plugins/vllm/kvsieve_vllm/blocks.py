@@ -61,7 +61,7 @@ def spec_for(spec: Any, plan: Plan, self_test: bool) -> Any:
     """Return the spec of a layer under a plan: its own, unless the plan evicts and the layer has full attention."""
     if plan.evict is None or type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
         return spec
-    own = {each.name: getattr(spec, each.name) for each in fields(spec)}
+    own = {field.name: getattr(spec, field.name) for field in fields(spec)}
     return RetainedSpec(**own, retention=BlockRetention(plan.evict, spec.block_size, self_test))
 
 

@@ -59,8 +59,8 @@ class SieveCPUBuilder(CPUAttentionMetadataBuilder):
         """
         dtype = self.kv_cache_spec.dtype
         numbers = self.block_size * self.head_dim
-        ours = self.isa != "amx" and dtype == self.dtype and numbers <= MOST and has_kernel(dtype, self.head_dim)
-        return LONG if ours else None
+        fits = self.isa != "amx" and dtype == self.dtype and numbers <= MOST and has_kernel(dtype, self.head_dim)
+        return LONG if fits else None
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """Return the metadata; see AttentionMetadataBuilder."""

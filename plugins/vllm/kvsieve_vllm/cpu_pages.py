@@ -29,16 +29,16 @@ class PageLayout:
         self.page = page
         self.dim = dim
         numbers = torch.arange(page * dim)
-        given = numbers.to(dtype)
+        pattern = numbers.to(dtype)
         if dtype.itemsize == 2:
             # Few 16-bit floats are whole numbers; their bits are moved as they are.
             if page * dim > MOST:
                 raise NotImplementedError(f"pages of {page} entries of {dim} channels have more numbers than 16 bits")
-            given = numbers.to(torch.int16).view(dtype)
-        given = given.view(page, 1, dim)
+            pattern = numbers.to(torch.int16).view(dtype)
+        pattern = pattern.view(page, 1, dim)
         cache = torch.zeros(1, 1, 2 * page, dim, dtype=dtype)
         keys, values = cache.chunk(2, dim=2)
-        ops.cpu_attn_reshape_and_cache(given, given.clone(), keys, values, torch.arange(page), isa)
+        ops.cpu_attn_reshape_and_cache(pattern, pattern.clone(), keys, values, torch.arange(page), isa)
         self._to = []
         self._from = []
         for half in (keys, values):

@@ -42,8 +42,8 @@ class ReplayedSteps:
         self._longest = longest
         # Requests up to the budget read all pages, and budgets grow with lengths: the minimum of each number of pages.
         reads = [self._reading.read(length, length) for length in (*range(1, longest, facts.page), longest)]
-        self._most = max(2, *(each.pages for each in reads))
-        self._by_channels = any(each.channels < self._reading.dim for each in reads)
+        self._most = max(2, *(part.pages for part in reads))
+        self._by_channels = any(part.channels < self._reading.dim for part in reads)
         self._counts = moved(torch.ones(requests, dtype=torch.int32))
         self._lengths = moved(torch.ones(requests * facts.kv_heads, dtype=torch.int32))
         self._starts = moved(torch.arange(requests * facts.kv_heads + 1, dtype=torch.int32))
@@ -92,9 +92,9 @@ class ReplayedSteps:
         """Fill the tensors that depend on the requests' lengths; absent requests read one entry of page 0."""
         read = [self._reading.read(end, end) for end in ends]
         for into, numbers in (
-            (self._counts, [each.pages for each in read]),
-            (self._lengths, [each.entries for each in read for _ in range(self._facts.kv_heads)]),
-            (self._channels, [each.channels for each in read]),
+            (self._counts, [part.pages for part in read]),
+            (self._lengths, [part.entries for part in read for _ in range(self._facts.kv_heads)]),
+            (self._channels, [part.channels for part in read]),
         ):
             into[: len(numbers)].copy_(self._moved(torch.tensor(numbers, dtype=into.dtype)))
 
@@ -112,8 +112,8 @@ def install() -> None:
 def _prompts_aside(determine: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(determine)
     def determined(self: Any, *args: Any, **given: Any) -> Any:
-        asked = given.get("force_uniform_decode") is None
-        if asked and EngineOptions.given(self.vllm_config.additional_config) is not None:
+        free = given.get("force_uniform_decode") is None
+        if free and EngineOptions.given(self.vllm_config.additional_config) is not None:
             number = given["num_reqs"]
             batch = self.input_batch
             if (batch.num_computed_tokens_cpu[:number] < batch.num_prompt_tokens[:number]).any():

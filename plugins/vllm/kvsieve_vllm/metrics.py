@@ -75,9 +75,9 @@ def _recorded(record: Callable[..., Any]) -> Callable[..., Any]:
     def recorded(self: Any, scheduler_stats: Any, *args: Any, **kwargs: Any) -> Any:
         if self not in counters:
             counters[self] = _counters()
-        held = {} if scheduler_stats is None else scheduler_stats.num_kv_fetch_reqs_by_stage
-        for name in [each for each in held if each.startswith(_PREFIX)]:
-            counters[self][name.removeprefix(_PREFIX)].inc(held.pop(name))
+        stages = {} if scheduler_stats is None else scheduler_stats.num_kv_fetch_reqs_by_stage
+        for name in [stage for stage in stages if stage.startswith(_PREFIX)]:
+            counters[self][name.removeprefix(_PREFIX)].inc(stages.pop(name))
         return record(self, scheduler_stats, *args, **kwargs)
 
     return recorded

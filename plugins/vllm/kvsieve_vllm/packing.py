@@ -137,13 +137,13 @@ class ObservedQueries:
         Raises:
             CacheStateError: the kept queries are not those before `start`.
         """
-        end, held = self._held.pop(block, (0, query[:0]))
+        end, earlier = self._held.pop(block, (0, query[:0]))
         if end != start:
             raise CacheStateError(
                 f"queries of {end} tokens are kept for a request that has read {start}; this is an error of kvsieve, "
                 "please report it"
             )
-        return torch.cat([held, query])
+        return torch.cat([earlier, query])
 
 
 class EvictorStates:

@@ -160,9 +160,9 @@ def _ours(found: str) -> str:
     """Return the path of the backend that extends one of vLLM's."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    for name, ours in BACKENDS.items():
+    for name, path in BACKENDS.items():
         if found == AttentionBackendEnum[name].get_path():
-            return ours
+            return path
     from kvsieve.errors import UnsupportedOptionError
 
     raise UnsupportedOptionError(

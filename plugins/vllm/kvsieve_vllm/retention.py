@@ -87,14 +87,14 @@ class BlockRetention:
             start: tokens processed before a pass.
             end: tokens processed after it.
         """
-        asked = []
+        lengths = []
         at = self._next(prompt, start)
         while at is not None and at <= end:
-            asked.append(at)
+            lengths.append(at)
             at = self._next(prompt, at)
         if self.self_test:
-            return [at for at in asked if prompt >= self.block]
-        return [at for at in asked if self.gap(prompt, at) != self.gap(prompt, at - 1)]
+            return [at for at in lengths if prompt >= self.block]
+        return [at for at in lengths if self.gap(prompt, at) != self.gap(prompt, at - 1)]
 
     def wants_queries(self, prompt: int, processed: int) -> bool:
         """Return True if the evictor needs the queries of the last processed tokens when it acts next."""

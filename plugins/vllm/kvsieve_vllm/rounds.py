@@ -91,4 +91,4 @@ def joined(rows: Sequence[slice]) -> slice | list[int]:
     """Return the rows as one slice if they are contiguous, else as a list."""
     if all(one.stop == other.start for one, other in itertools.pairwise(rows)):
         return slice(rows[0].start, rows[-1].stop)
-    return [row for each in rows for row in range(each.start, each.stop)]
+    return [row for part in rows for row in range(part.start, part.stop)]

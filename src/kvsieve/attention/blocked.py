@@ -56,10 +56,10 @@ def blocked_attention(request: AttentionRequest[DenseEntries, None]) -> Tensor:
         logits = padded[..., :width]
         torch.baddbmm(logits, part, keys[..., :width], beta=0, alpha=asked.scale, out=logits)
         cap(logits, asked)
-        each = padded.view(batch, heads, groups, rows, -1)
-        _hide(each[..., :width], seen - rows, later, valid)
+        view = padded.view(batch, heads, groups, rows, -1)
+        _hide(view[..., :width], seen - rows, later, valid)
         if sinks is not None:
-            each[..., width] = sinks
+            view[..., width] = sinks
         torch.softmax(padded, -1, out=padded)
         out[:, :, first:last] = (logits @ values[:, :width]).view(batch, query_heads, rows, -1)
     return out

@@ -125,10 +125,10 @@ def _paths(dtype: torch.dtype, threads: int) -> CpuPaths:
             found = json.loads(path.read_text())
             return CpuPaths(**found["paths"], source="measured before")
     chosen = decide(known, measured(dtype))
-    kept = {name: value for name, value in asdict(chosen).items() if name != "source"}
+    values = {name: value for name, value in asdict(chosen).items() if name != "source"}
     for path in paths:
         with contextlib.suppress(OSError):
-            write_whole(path, json.dumps({"facts": facts, "paths": kept}, indent=1) + "\n")
+            write_whole(path, json.dumps({"facts": facts, "paths": values}, indent=1) + "\n")
             break
     return chosen
 

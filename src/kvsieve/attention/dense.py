@@ -255,7 +255,7 @@ def _rows(request: _Request, attend: Callable[[_Request], Tensor]) -> Tensor:
     reals = valid[:, 0]
     shown = valid[:, 0, -new:]
     # How many are real, and the first of them: read at once, since the host waits for it.
-    facts = torch.stack([each for part in (reals, shown) for each in (part.sum(-1), part.to(torch.uint8).argmax(-1))])
+    facts = torch.stack([fact for part in (reals, shown) for fact in (part.sum(-1), part.to(torch.uint8).argmax(-1))])
     for row, (stored, first, fresh, begin) in enumerate(facts.T.tolist()):
         # Padding sees itself.
         out[row] = values[row, :, -new:].repeat_interleave(query_heads // keys.shape[1], 0)

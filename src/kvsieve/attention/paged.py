@@ -33,7 +33,7 @@ def why_not_compiled(query: Tensor, store: LayerMemory, recipes: Sequence[PageRe
         return f"in {keys.dtype}"
     if query.dtype != keys.dtype:
         return f"queries are in {query.dtype}, keys in {keys.dtype}"
-    if any(each is None for each in recipes):
+    if any(recipe is None for recipe in recipes):
         return "the reader chooses in a way that is not compiled"
     return native.built().reason
 
@@ -62,7 +62,7 @@ class CompiledReading:
         self.recipes = tuple(recipes)
         self._groups = query_heads // grouped.heads
         total = sum(len(group.row) for group in grouped.groups)
-        newest = any(each is not None and each.newest for each in recipes)
+        newest = any(recipe is not None and recipe.newest for recipe in recipes)
         self._job = native.RowJob(total, self._groups, *store.dims, newest=newest, dtype=keys.dtype)
         self._where: tuple[int, int, int] | None = None
         # Of each group: its first KV row here, and where its table and its sums lie.

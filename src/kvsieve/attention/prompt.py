@@ -67,12 +67,14 @@ def _products(request: _Request) -> Tensor:
     batch, query_heads, new, dim = query.shape
     sets = counts.shape[1]
     blocks = grid.query_blocks
-    each = query_heads // sets
-    shape = (batch, sets, each, blocks, grid.queries)
-    rows = grid.padded_queries(query).reshape(*shape, dim).transpose(2, 3).reshape(-1, each * grid.queries, dim)
-    sinks = sinks_of(asked, sets, 1, each, 1)
+    groups = query_heads // sets
+    shape = (batch, sets, groups, blocks, grid.queries)
+    rows = grid.padded_queries(query).reshape(*shape, dim).transpose(2, 3).reshape(-1, groups * grid.queries, dim)
+    sinks = sinks_of(asked, sets, 1, groups, 1)
     if sinks is not None:
-        sinks = sinks.expand(batch, sets, blocks, each, grid.queries).reshape(-1, each * grid.queries).to(query.dtype)
+        sinks = (
+            sinks.expand(batch, sets, blocks, groups, grid.queries).reshape(-1, groups * grid.queries).to(query.dtype)
+        )
     items = _Items(rows, *_blocks_of(grid, keys, values), _with_own(grid, lists, keys.shape[1]), grid, asked, sinks)
     out = query.new_empty(*rows.shape[:2], values.shape[-1])
     order = counts.flatten().argsort(descending=True)
@@ -81,7 +83,7 @@ def _products(request: _Request) -> Tensor:
         which = order[first:last]
         out[which] = items.attend(which, listed[first:last])
     out = (
-        out.view(batch, sets, blocks, each, grid.queries, -1)
+        out.view(batch, sets, blocks, groups, grid.queries, -1)
         .permute(0, 2, 4, 1, 3, 5)
         .reshape(batch, blocks * grid.queries, query_heads, -1)
     )
@@ -177,13 +179,13 @@ def _with_own(grid: BlockGrid, lists: Tensor, heads: int) -> Tensor:
     return torch.cat([own, lists.flatten(0, 2)], 1) + (kv_rows * (grid.first + blocks * grid.own))[:, None]
 
 
-def _batches(counts: list[int], each: int, own: int) -> Iterator[tuple[int, int]]:
+def _batches(counts: list[int], rows: int, own: int) -> Iterator[tuple[int, int]]:
     """Items that go together: their numbers of blocks, in falling order, differ little, and their logits are few."""
     first = 0
     while first < len(counts):
         most = own + counts[first]
         last = first + 1
-        limit = max(1, _ELEMENTS // (most * each))
+        limit = max(1, _ELEMENTS // (most * rows))
         while last < len(counts) and last - first < limit and own + counts[last] >= 0.9 * most:
             last += 1
         yield first, last

@@ -45,7 +45,7 @@ class Reading:
             None if all_of_it or reader is None else reader.recipe(group.setting)
             for group, all_of_it in zip(groups, self.whole, strict=True)
         ]
-        sparse = [each for each, all_of_it in zip(recipes, self.whole, strict=True) if not all_of_it]
+        sparse = [recipe for recipe, all_of_it in zip(recipes, self.whole, strict=True) if not all_of_it]
         reason = why_not_compiled(asked.query, store, sparse)
         if reason is not None:
             return reason
@@ -107,15 +107,15 @@ def _by_groups(request: _Request, attend: Callable[[AttentionRequest[KVRows, Cho
     out: Tensor | None = None
     for at, (group, all_of_it) in enumerate(zip(grouped.groups, reading.whole, strict=True)):
         kv_rows = grouped.kv_rows(store, group, None if lengths is None else lengths[at])
-        theirs = queries if group.kv_rows is None else queries.at(group.kv_rows)
+        own = queries if group.kv_rows is None else queries.at(group.kv_rows)
         choice = None
         if reader is not None and not all_of_it:
-            choice = reader.choose(theirs, kv_rows, group.state, group.setting)
+            choice = reader.choose(own, kv_rows, group.state, group.setting)
             if lengths is None:
                 group.cost = choice.entries.numel(), choice.metadata_bytes, grouped.entries(store, group)
         elif lengths is None:
             choice = Choice(kv_rows.span(0, kv_rows.size))
-        found = attend(AttentionRequest(theirs, kv_rows, choice))
+        found = attend(AttentionRequest(own, kv_rows, choice))
         if group.kv_rows is None:
             out = found
         else:

@@ -36,7 +36,7 @@ def reference_attention(request: AttentionRequest[Any, Any]) -> Tensor:
         return _over_kv_rows(asked, request.stored, sees)
     batch, query_heads, new, _ = asked.query.shape
     *before, last = request.stored if isinstance(request.stored, tuple) else (request.stored,)
-    parts = [*(_part(each, 0) for each in before), _part(last, new)]
+    parts = [*(_part(part, 0) for part in before), _part(last, new)]
     masks = _seen(sees, [keys.shape[2] for keys, _, _ in parts], asked.query)
     sums = [
         _sums(
@@ -55,13 +55,13 @@ def _sums(asked: AttentionQueries, keys: Tensor, values: Tensor, mask: Tensor) -
     """Return the sums of a part for R = B * Hq query heads with G = L queries (see `join`); mask: as in `Shown`."""
     query = asked.query
     dtype = score_dtype(asked.query.dtype)
-    keys, values = (each.to(dtype).repeat_interleave(query.shape[1] // keys.shape[1], 1) for each in (keys, values))
+    keys, values = (part.to(dtype).repeat_interleave(query.shape[1] // keys.shape[1], 1) for part in (keys, values))
     logits = cap(query.to(dtype) @ keys.transpose(2, 3) * asked.scale, asked)
     logits = logits.masked_fill(~mask, torch.finfo(dtype).min)
     top = logits.amax(-1)
     weights = (logits - top[..., None]).exp()
     sums = weights @ values, top, weights.sum(-1)
-    return tuple(each.flatten(0, 1)[:, None] for each in sums)  # type: ignore[return-value]
+    return tuple(part.flatten(0, 1)[:, None] for part in sums)  # type: ignore[return-value]
 
 
 def _part(stored: object, new: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -130,7 +130,7 @@ def _over_kv_rows(asked: AttentionQueries, kv_rows: KVRows, choice: Choice | Non
     blend = None if choice is None else choice.blend
     out = joined([(acc, top, total)], sinks if blend is None else None)
     if blend is not None:
-        weight, vector = (each.to(acc.dtype) for each in blend)
+        weight, vector = (part.to(acc.dtype) for part in blend)
         out = out.view(*weight.shape, -1)
         out = weight[..., None] * out + (1 - weight[..., None]) * vector[:, None]
         if sinks is not None:

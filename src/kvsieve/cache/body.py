@@ -77,43 +77,45 @@ class Body:
             asked: as in `BlockPool.encode`.
         """
         count = len(self.table)
-        held = (self.fills > 0).sum(1)
+        blocks = (self.fills > 0).sum(1)
         some = None
         if fills is not None:
-            some = {each: (fills == each).nonzero()[:, 0] for each in sorted(set(fills.tolist()))}
-        made = [
-            self.keys.encode(self.codec, keys, rows, held == 0, some, asked),
-            self.values.encode(self.codec, values, rows, held == 0, some),
+            some = {fill: (fills == fill).nonzero()[:, 0] for fill in sorted(set(fills.tolist()))}
+        encoded = [
+            self.keys.encode(self.codec, keys, rows, blocks == 0, some, asked),
+            self.values.encode(self.codec, values, rows, blocks == 0, some),
         ]
-        first = self._put(made, index)
-        each = torch.bincount(rows, minlength=count)
+        first = self._put(encoded, index)
+        added = torch.bincount(rows, minlength=count)
         # After rows were removed there may be more places than blocks.
-        wide = max(self.table.shape[1], int((held + each).max()))
+        wide = max(self.table.shape[1], int((blocks + added).max()))
         table, filled = (part.new_zeros(count, wide) for part in (self.table, self.fills))
         table[:, : self.table.shape[1]], filled[:, : self.fills.shape[1]] = self.table, self.fills
         number = torch.arange(len(rows), device=rows.device)
-        place = held[rows] + number - (each.cumsum(0) - each)[rows]
+        place = blocks[rows] + number - (added.cumsum(0) - added)[rows]
         table[rows, place] = number + first
         filled[rows, place] = index.shape[1] if fills is None else fills
         self.table = table
         self.fills = filled
         self.note_counts()
 
-    def _put(self, made: list[Codes], index: Tensor) -> int:
+    def _put(self, encoded: list[Codes], index: Tensor) -> int:
         """Put blocks in the pool, growing its buffers by at least 1/32; return the number of the first."""
         first = self.used
         new = len(index)
         self.used = first + new
         if self.index is None:
-            self.keys.codes, self.values.codes, self.index = made[0], made[1], index.contiguous()
+            self.keys.codes, self.values.codes, self.index = encoded[0], encoded[1], index.contiguous()
             return first
         self.widen(index.shape[1])
-        made = [part.widened(codes, self.tokens) for part, codes in zip((self.keys, self.values), made, strict=True)]
+        encoded = [
+            part.widened(codes, self.tokens) for part, codes in zip((self.keys, self.values), encoded, strict=True)
+        ]
         index = index if index.shape[1] == self.tokens else grown(index, 1, index.shape[1], self.tokens)
         if self.used > len(self.index):
             capacity = first + max(new, len(self.index) // 32)
             self.apply(lambda part: grown(part, 0, first, capacity))
-        for part, fresh in ((self.keys, made[0]), (self.values, made[1])):
+        for part, fresh in ((self.keys, encoded[0]), (self.values, encoded[1])):
             assert part.codes is not None
             for to, new_part in zip(part.codes.tensors(), fresh.tensors(), strict=True):
                 to[first : self.used] = new_part
@@ -221,7 +223,7 @@ class Body:
             self.table = torch.searchsorted(alive, self.table) * (self.fills > 0)
             self.used = len(alive)
         for part in (self.keys, self.values):
-            part.mean, part.root = (None if each is None else each[rows] for each in (part.mean, part.root))
+            part.mean, part.root = (None if moments is None else moments[rows] for moments in (part.mean, part.root))
         self.note_counts()
 
     def copied(self, *, share: bool) -> Self:
@@ -236,8 +238,8 @@ class Body:
         """Bytes of encoded keys and values, without spare room."""
         if self.index is None or not self.used:
             return 0
-        held = [part.codes for part in (self.keys, self.values) if part.codes is not None]
-        return sum(tensor.nbytes for codes in held for tensor in codes.tensors()) * self.used // len(self.index)
+        pools = [part.codes for part in (self.keys, self.values) if part.codes is not None]
+        return sum(tensor.nbytes for codes in pools for tensor in codes.tensors()) * self.used // len(self.index)
 
     def parts(self) -> dict[str, Any]:
         """Return the encoded entries, with the used blocks of the pool."""

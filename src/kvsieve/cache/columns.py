@@ -46,11 +46,11 @@ class Columns:
     def grown(self, size: int, capacity: int, start: int = 0) -> Self:
         """Return a copy of the first `size` slots with room for `capacity`."""
         used = size - start
-        made = {}
+        parts = {}
         for name, part in self.parts.items():
             dim = slot_dim(name)
-            made[name] = grown(part.narrow(dim, start, used), dim, used, capacity)
-        return type(self)(**made)
+            parts[name] = grown(part.narrow(dim, start, used), dim, used, capacity)
+        return type(self)(**parts)
 
     def including(self, **parts: Tensor) -> Self:
         """Return columns with these added or replaced."""
@@ -66,14 +66,14 @@ class Columns:
         in_place: in the same buffers, which have as many.
         """
         kept = slots.shape[2]
-        made = {}
+        parts = {}
         for name, part in self.used(size).items():
             copies = slots.shape[1] // part.shape[1]
             source = part if copies == 1 else part.repeat_interleave(copies, 1)
             to = self.parts[name] if in_place else part.new_empty((*slots.shape[:2], capacity, *part.shape[3:]))
             to[:, :, :kept] = entries_at(source, slots)
-            made[name] = to
-        return type(self)(**made)
+            parts[name] = to
+        return type(self)(**parts)
 
     @staticmethod
     def stacked(several: Sequence[Columns], sizes: Sequence[int], room: int) -> Columns:
@@ -82,12 +82,12 @@ class Columns:
         sizes: used slots of each.
         """
         size = max(sizes)
-        rows = sum(len(each["keys"]) for each in several)
-        if min(sizes) < size or any("valid" in each.parts for each in several):
-            several = [each.with_valid() for each in several]
+        rows = sum(len(columns["keys"]) for columns in several)
+        if min(sizes) < size or any("valid" in columns.parts for columns in several):
+            several = [columns.with_valid() for columns in several]
         out = {}
         for name in several[0].parts:
-            parts = [each[name] for each in several]
+            parts = [columns[name] for columns in several]
             shape = rows, max(part.shape[1] for part in parts), size + room, *parts[0].shape[3:]
             joined = parts[0].new_full(shape, -1 if name == "index" else 0)
             row = 0

@@ -171,8 +171,8 @@ class LayerMemory(ABC):
         if most:
             dropped = self._take_back(counts, least, most)
             self.lengths = tuple(length - count for length, count in zip(self.lengths, dropped, strict=True))
-            kept = self.derived.items() if least == most else ()
-            self.derived = {name: part for name, part in kept if part.drop_last(self)}
+            items = self.derived.items() if least == most else ()
+            self.derived = {name: part for name, part in items if part.drop_last(self)}
 
     @abstractmethod
     def _take_back(self, counts: Sequence[int], least: int, most: int) -> tuple[int, ...]:

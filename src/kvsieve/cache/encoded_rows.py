@@ -56,8 +56,8 @@ def entries_at(store: PackedParts, what: str, rows: Tensor, entries: Tensor) -> 
     # With nothing exact, all are encoded.
     out = exact[rows, number] if exact.shape[1] else exact.new_empty(len(rows), exact.shape[2])
     for body in store.bodies:
-        mine = ((entries >= start) & (entries < start + body.counts[rows])).nonzero()[:, 0]
-        if len(mine):
-            out[mine] = body.read(what, rows[mine], (entries - start)[mine])
+        own = ((entries >= start) & (entries < start + body.counts[rows])).nonzero()[:, 0]
+        if len(own):
+            out[own] = body.read(what, rows[own], (entries - start)[own])
         start = start + body.counts[rows]
     return out

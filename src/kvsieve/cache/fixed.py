@@ -38,23 +38,23 @@ class FixedEntries:
 
     def update(self, store: LayerMemory) -> None:
         """Copy the block lists of `store`, on unchanged buffers."""
-        held = _bodies(store)
-        self._copied = [body.table for body in held]
-        for ours, body in zip(self.store.bodies, held, strict=True):
-            for to, part in zip(_lists(ours), _lists(body), strict=True):
+        bodies = _bodies(store)
+        self._copied = [body.table for body in bodies]
+        for own, body in zip(self.store.bodies, bodies, strict=True):
+            for to, part in zip(_lists(own), _lists(body), strict=True):
                 to[:, part.shape[1] :] = 0
                 to[:, : part.shape[1]] = part
 
     def is_current(self, store: LayerMemory) -> bool:
         """Return True if nothing was encoded since the lists were copied."""
-        held = [body.table for body in _bodies(store)]
-        return len(held) == len(self._copied) and all(a is b for a, b in zip(held, self._copied, strict=True))
+        tables = [body.table for body in _bodies(store)]
+        return len(tables) == len(self._copied) and all(a is b for a, b in zip(tables, self._copied, strict=True))
 
     def fits(self, store: LayerMemory) -> bool:
         """Return True if there are places for all blocks of `store`."""
         wide = [body.table.shape[1] for body in _bodies(store)]
-        ours = [body.table.shape[1] for body in self.store.bodies]
-        return len(wide) == len(ours) and all(need <= have for need, have in zip(wide, ours, strict=True))
+        room = [body.table.shape[1] for body in self.store.bodies]
+        return len(wide) == len(room) and all(need <= have for need, have in zip(wide, room, strict=True))
 
 
 def _bodies(store: LayerMemory) -> list[Body]:
@@ -65,13 +65,13 @@ def _bodies(store: LayerMemory) -> list[Body]:
 def _with_room(body: Body) -> Body:
     """Return a body on the same pool, with its own lists for as many more blocks as the pool has room for."""
     assert body.index is not None
-    ours = body.copied(share=True)
+    other = body.copied(share=True)
     rows = len(body.table)
     shape = rows, body.table.shape[1] + (len(body.index) - body.used) // rows
-    ours.table, ours.fills = body.table.new_zeros(shape), body.fills.new_zeros(shape)
-    for part in (ours.keys, ours.values):
-        part.mean, part.root = (None if each is None else each.clone() for each in (part.mean, part.root))
-    return ours
+    other.table, other.fills = body.table.new_zeros(shape), body.fills.new_zeros(shape)
+    for part in (other.keys, other.values):
+        part.mean, part.root = (None if moments is None else moments.clone() for moments in (part.mean, part.root))
+    return other
 
 
 def _lists(body: Body) -> list[Tensor]:

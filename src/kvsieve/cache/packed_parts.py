@@ -92,20 +92,20 @@ class PackedParts(LayerMemory):
 
     @property
     def valid(self) -> Tensor | None:
-        mine = self.exact.valid
+        own = self.exact.valid
         real = [body.real() for body in self.bodies if body.width]
-        if mine is None and all(part is None for part in real):
+        if own is None and all(part is None for part in real):
             return None
         shape = self.batch, self.heads
-        if mine is None or mine.shape[1] == 1:
+        if own is None or own.shape[1] == 1:
             ones = torch.ones(1, 1, 1, dtype=torch.bool, device=self.device)
-            mine = (ones if mine is None else mine).expand(*shape, self.exact.size)
+            own = (ones if own is None else own).expand(*shape, self.exact.size)
         rows = shape[0] * shape[1]
         filled = [
             torch.ones(rows, body.width, dtype=torch.bool, device=self.device) if part is None else part
             for body, part in zip([body for body in self.bodies if body.width], real, strict=True)
         ]
-        return self._together(mine, filled)
+        return self._together(own, filled)
 
     @property
     def aside(self) -> Body | None:

@@ -80,20 +80,20 @@ class BlockPool:
             return encode(self.form, x, codec.fit)
         # Filler counts in blocks with few real entries: every block has equally many outliers.
         least = -(-codec.block // 2)
-        made = [
+        parts = [
             self.widened(encode(self.form, x[at, : max(n, least)], codec.fit), x.shape[1]) for n, at in fills.items()
         ]
         order = torch.cat(list(fills.values())).argsort()
-        return Codes.joined(made).apply(lambda each: each[order])
+        return Codes.joined(parts).apply(lambda part: part[order])
 
     def _metric(self, known: Tensor) -> Tensor:
         """Return the second moments [R, D, D] of queries in the space of encoded keys."""
         assert self.root is not None
-        made = known * self.root[:, :, None] * self.root[:, None]
+        metric = known * self.root[:, :, None] * self.root[:, None]
         if self.form.rotated:
-            turn = rotation(self.dim, made.device)
-            made = turn.T @ made @ turn
-        return made
+            turn = rotation(self.dim, metric.device)
+            metric = turn.T @ metric @ turn
+        return metric
 
     def widened(self, codes: Codes, tokens: int) -> Codes:
         """Return codes of blocks of `tokens` entries, the last ones empty."""
@@ -126,7 +126,7 @@ class BlockPool:
     def blocks(self, numbers: Tensor, rows: Tensor) -> Tensor:
         """Return the numbers float32 [N, T, D] of blocks of the pool, which belong to KV rows int64 [N]."""
         assert self.codes is not None
-        return self.decode(self.codes.apply(lambda each: each[numbers]), rows, torch.float32)
+        return self.decode(self.codes.apply(lambda part: part[numbers]), rows, torch.float32)
 
     def picked(self, block: Tensor, place: Tensor) -> Codes:
         """Return codes [N, 1, ...] of single entries, at places of the pool's blocks."""
@@ -134,16 +134,16 @@ class BlockPool:
         assert codes is not None
         by_token = self.form.axis == "token"
         scale, zero = (
-            None if each is None else (each[block, place][:, None] if by_token else each[block])
-            for each in (codes.scale, codes.zero)
+            None if part is None else (part[block, place][:, None] if by_token else part[block])
+            for part in (codes.scale, codes.zero)
         )
         assert scale is not None
         out = Codes(codes.packed[block, place][:, None], scale, zero)
         if codes.places is not None and codes.extra is not None:
             where = codes.places[block].long() & 0xFFFF
-            mine = where // self.dim == place[:, None]
+            own = where // self.dim == place[:, None]
             out.places = (where % self.dim).to(torch.int16)
-            out.extra = codes.extra[block] * mine
+            out.extra = codes.extra[block] * own
         return out
 
     def tensors(self) -> Iterator[Tensor]:

@@ -74,7 +74,9 @@ class RaggedStore(BufferedMemory):
             real = torch.ones(1, 1, 1, dtype=torch.bool, device=slots.device)
         real = (real[:, None] if real.ndim == 2 else real).expand(batch, heads, size)
         counts = real.sum(-1)
-        head_lengths = selection.head_lengths or tuple((each,) * heads for each in selection.lengths or (size,) * batch)
+        head_lengths = selection.head_lengths or tuple(
+            (count,) * heads for count in selection.lengths or (size,) * batch
+        )
         totals = tuple(map(sum, head_lengths))
         used = max(totals)
         capacity = whole(used + max(reserve, 1) * heads)

@@ -45,7 +45,7 @@ def keep_entries(body: Body, stays: Tensor) -> None:
     same_row, same_place = untouched.nonzero(as_tuple=True)
     moved = body.table[same_row, same_place]
     parts = [
-        [part.codes.apply(lambda each: each[moved]) for part in (body.keys, body.values)]  # type: ignore[union-attr]
+        [part.codes.apply(lambda part: part[moved]) for part in (body.keys, body.values)]  # type: ignore[union-attr]
     ]
     assert body.index is not None
     indices = [body.index[moved]]
@@ -56,7 +56,7 @@ def keep_entries(body: Body, stays: Tensor) -> None:
     rows, entries, at = rows[again], entries[again], merged[rows[again], at[again]]
     if len(rows):
         _encode_again(body, fresh, parts, indices, rows, entries, at, len(moved))
-    fresh.keys.codes, fresh.values.codes = (Codes.joined([each[i] for each in parts]) for i in (0, 1))
+    fresh.keys.codes, fresh.values.codes = (Codes.joined([pair[i] for pair in parts]) for i in (0, 1))
     fresh.index, fresh.used = torch.cat(indices), sum(map(len, indices))
     fresh.note_counts()
     vars(body).update(vars(fresh))
@@ -83,12 +83,12 @@ def _encode_again(
     order = which.argsort(stable=True)
     rows = rows[order]
     entries = entries[order]
-    made = []
+    pair = []
     for what in ("keys", "values"):
         numbers = body.read(what, rows, entries)[take]
         none_begins = torch.zeros_like(body.counts, dtype=torch.bool)
-        made.append(fresh.part(what).encode(body.codec, numbers, known[0], none_begins))
-    parts.append(made)
+        pair.append(fresh.part(what).encode(body.codec, numbers, known[0], none_begins))
+    parts.append(pair)
     indices.append(body.read_index(rows, entries)[take])
     fresh.table[known[0], known[1]] = first + torch.arange(len(fills), device=rows.device)
     fresh.fills[known[0], known[1]] = fills
@@ -104,18 +104,18 @@ def _joined(fills: list[list[int]], block: int) -> tuple[list[list[int]], list[l
     several = []
     most = 0
     for row in fills:
-        made: list[int] = []
+        sizes: list[int] = []
         parts: list[int] = []
         at = []
         for fill in row:
-            if made and made[-1] + fill <= block:
-                made[-1] += fill
+            if sizes and sizes[-1] + fill <= block:
+                sizes[-1] += fill
                 parts[-1] += bool(fill)
             elif fill:
-                made.append(fill)
+                sizes.append(fill)
                 parts.append(1)
-            at.append(max(len(made) - 1, 0))
+            at.append(max(len(sizes) - 1, 0))
         numbers.append(at)
-        several.append([int(bool(made) and parts[number] > 1) for number in at])
-        most = max(most, len(made))
+        several.append([int(bool(sizes) and parts[number] > 1) for number in at])
+        most = max(most, len(sizes))
     return numbers, several, most

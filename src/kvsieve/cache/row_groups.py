@@ -49,7 +49,7 @@ class Group:
         """Return the reader's incremental metadata; looked up once there is any."""
         if self._incremental is None and self.state:
             # Protocol checks are slow: not at every token.
-            self._incremental = [each for each in self.state.values() if isinstance(each, IncrementalMetadata)]
+            self._incremental = [part for part in self.state.values() if isinstance(part, IncrementalMetadata)]
         return self._incremental or []
 
     def flat(self, capacity: int) -> tuple[Tensor | None, Tensor]:
@@ -150,8 +150,8 @@ def group_rows(store: LayerMemory, view: View | None, settings: Sequence[Hashabl
     kinds = [(settings[number // heads], count) for number, count in enumerate(counts)]
     groups = []
     for setting, count in dict.fromkeys(kinds):
-        mine = [number for number, kind in enumerate(kinds) if kind == (setting, count)]
-        which = None if len(mine) == len(kinds) else torch.tensor(mine, device=device)
+        members = [number for number, kind in enumerate(kinds) if kind == (setting, count)]
+        which = None if len(members) == len(kinds) else torch.tensor(members, device=device)
         if real is None and view is None:
             # The first `size` slots in order: nothing to look up.
             body = None
@@ -160,7 +160,7 @@ def group_rows(store: LayerMemory, view: View | None, settings: Sequence[Hashabl
             body = slots if which is None else slots[which]
             first = tail
             if real is not None:
-                body = body[real if which is None else real[which]].view(len(mine), count)
+                body = body[real if which is None else real[which]].view(len(members), count)
         if which is not None:
             groups.append(Group(setting, which, at[which], body, first[which], count))
         else:
@@ -191,13 +191,13 @@ def _group_encoded(store: PackedStore, view: View | None, settings: Sequence[Has
     kinds = [(settings[number // heads], count) for number, count in enumerate(counts.tolist())]
     groups = []
     for setting, count in dict.fromkeys(kinds):
-        mine = torch.tensor([number for number, kind in enumerate(kinds) if kind == (setting, count)])
-        mine = mine.to(rows.device)
-        which = None if len(mine) == len(kinds) else mine
-        chosen = None if body is None else body[mine]
+        members = torch.tensor([number for number, kind in enumerate(kinds) if kind == (setting, count)])
+        members = members.to(rows.device)
+        which = None if len(members) == len(kinds) else members
+        chosen = None if body is None else body[members]
         if chosen is not None and real is not None:
-            chosen = chosen[real[mine]].view(len(mine), -1)
-        groups.append(Group(setting, which, rows[mine], chosen, first[mine], count))
+            chosen = chosen[real[members]].view(len(members), -1)
+        groups.append(Group(setting, which, rows[members], chosen, first[members], count))
     return RowGroups(groups, heads, 1, store.size)
 
 

@@ -107,7 +107,7 @@ def _encode_rows(store: PackedParts, sinks: int, ends_prompt: bool) -> None:
     real = torch.ones(1, 1, 1, dtype=torch.bool, device=store.device) if exact.valid is None else exact.valid
     real = real.expand(*shape, exact.size)
     newest = real[..., store.first :]
-    keep = torch.tensor([codec.newest(each) for each in store.totals().tolist()], device=store.device)
+    keep = torch.tensor([codec.newest(total) for total in store.totals().tolist()], device=store.device)
     left = newest.sum(-1).flatten() - sinks - keep
     counts = _encodable(left, codec, ends_prompt, body.counts == 0)
     if not bool(counts.any()):

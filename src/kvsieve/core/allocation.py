@@ -45,9 +45,9 @@ def water_fill(weights: Sequence[float], total: int, floors: Sequence[int], caps
         # The side with the larger sum of excess stays at its bound in any case.
         short = sum(low.values())
         over = sum(high.values())
-        for bounds, held, other in ((floors, low, over), (caps, high, short)):
-            if held and sum(held.values()) >= other:
-                for i in held:
+        for bounds, excess, other in ((floors, low, over), (caps, high, short)):
+            if excess and sum(excess.values()) >= other:
+                for i in excess:
                     shares[i] = bounds[i]
                     rest -= bounds[i]
                     del left[i]

@@ -173,8 +173,8 @@ class BlockLines:
     def of(cls, ctx: PromptContext, queries: int) -> BlockLines:
         grid = ctx.grid
         new = min(queries, ctx.grid.new)
-        asked = ctx.query[:, :, -new:].reshape(len(ctx.query), ctx.keys.shape[1], -1, ctx.keys.shape[3])
-        logits = ctx.logits((asked @ ctx.keys.transpose(2, 3)).float()).view(*ctx.query.shape[:2], new, grid.length)
+        rows = ctx.query[:, :, -new:].reshape(len(ctx.query), ctx.keys.shape[1], -1, ctx.keys.shape[3])
+        logits = ctx.logits((rows @ ctx.keys.transpose(2, 3)).float()).view(*ctx.query.shape[:2], new, grid.length)
         logits[..., grid.length - new :].masked_fill_(
             torch.ones(new, new, dtype=torch.bool, device=logits.device).triu(1), float("-inf")
         )

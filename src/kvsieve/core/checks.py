@@ -49,12 +49,12 @@ def refuse(wrong: Tensor, error: Callable[[], Exception]) -> None:
 
 def look(values: list[Value]) -> None:
     """Run the checks of `values` in order and clear the list; waits for the device once per dtype."""
-    made = list(values)
+    checks = list(values)
     found: dict[int, Tensor] = {}
     values.clear()
-    for dtype in {value.dtype for value, _ in made}:
-        parts = {number: value.flatten() for number, (value, _) in enumerate(made) if value.dtype == dtype}
+    for dtype in {value.dtype for value, _ in checks}:
+        parts = {number: value.flatten() for number, (value, _) in enumerate(checks) if value.dtype == dtype}
         whole = torch.cat(list(parts.values())).cpu().split([len(part) for part in parts.values()])
         found.update(zip(parts, whole, strict=True))
-    for number, (value, then) in enumerate(made):
+    for number, (value, then) in enumerate(checks):
         then(found[number].view(value.shape))

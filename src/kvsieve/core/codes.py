@@ -89,13 +89,13 @@ class Codes:
         yield from (part for part in vars(self).values() if part is not None)
 
     def apply(self, change: Callable[[Tensor], Tensor]) -> Codes:
-        parts = {each.name: getattr(self, each.name) for each in fields(self)}
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
         return Codes(**{name: None if part is None else change(part) for name, part in parts.items()})  # type: ignore[arg-type]
 
     @classmethod
     def joined(cls, parts: list[Self]) -> Codes:
         first = parts[0]
-        names = [each.name for each in fields(first)]
+        names = [field.name for field in fields(first)]
         return Codes(
             **{
                 name: None if getattr(first, name) is None else torch.cat([getattr(part, name) for part in parts])
@@ -120,10 +120,10 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     out = []
     low = 0
     for width in reversed(planes(bits)):
-        each = 8 // width
-        part = ((codes >> low) & ((1 << width) - 1)).unflatten(-1, (each, -1))
+        per_byte = 8 // width
+        part = ((codes >> low) & ((1 << width) - 1)).unflatten(-1, (per_byte, -1))
         byte = part[..., 0, :].clone()
-        for at in range(1, each):
+        for at in range(1, per_byte):
             byte |= part[..., at, :] << (at * width)
         out.append(byte)
         low += width
@@ -180,26 +180,26 @@ def encode(form: CodeFormat, x: Tensor, fit: Fit = fit_range) -> Codes:
         codes = codes.flatten(-2)
         half = half[..., 0]
         offset = None if offset is None else offset[..., 0]
-    made = Codes(pack(codes, form.bits), half, offset)
+    encoded = Codes(pack(codes, form.bits), half, offset)
     if form.apart:
-        _keep_apart(form, made, x)
-    return made
+        _keep_apart(form, encoded, x)
+    return encoded
 
 
-def _keep_apart(form: CodeFormat, made: Codes, x: Tensor) -> None:
+def _keep_apart(form: CodeFormat, encoded: Codes, x: Tensor) -> None:
     """Store the outliers of x [N, T, D], the numbers with the largest coding error in steps, beside its codes."""
     if x[0].numel() > 1 << 16:
         raise UnsupportedModelError(
             f"blocks of {x.shape[1]} entries of {x.shape[2]} channels have more than 65536 numbers, whose "
             "places do not fit into 16 bits; choose a smaller block"
         )
-    missed = x - decode(form, made, x.shape[-1])
-    steps = made.scale if form.axis == "channel" else made.scale.repeat_interleave(form.group, -1)
+    missed = x - decode(form, encoded, x.shape[-1])
+    steps = encoded.scale if form.axis == "channel" else encoded.scale.repeat_interleave(form.group, -1)
     steps = torch.where(steps > 0, steps, torch.ones_like(steps)).float()
     places = (missed / steps).abs().flatten(1).topk(form.apart, sorted=False).indices
-    made.places = places.to(torch.int16)
-    made.extra = missed.flatten(1).gather(1, places).to(torch.float16)
-    _refuse_overflow(made.extra)
+    encoded.places = places.to(torch.int16)
+    encoded.extra = missed.flatten(1).gather(1, places).to(torch.float16)
+    _refuse_overflow(encoded.extra)
 
 
 def _refuse_overflow(*parts: Tensor) -> None:
@@ -270,5 +270,5 @@ def _step(levels: tuple[float, ...]) -> float | None:
 
 @functools.lru_cache(maxsize=64)
 def _borders(levels: tuple[float, ...], device: torch.device) -> Tensor:
-    each = level_tensor(levels, device)
-    return (each[1:] + each[:-1]) / 2
+    table = level_tensor(levels, device)
+    return (table[1:] + table[:-1]) / 2

@@ -50,11 +50,11 @@ class DeviceLength:
 
     def occupancy(self, page: int, pages: int) -> PageOccupancy:
         if (page, pages) not in self._occupancy:
-            held = (self.count - torch.arange(pages, device=self.count.device) * page).clamp(0, page)
+            fills = (self.count - torch.arange(pages, device=self.count.device) * page).clamp(0, page)
             last = self.count - 1
             self._occupancy[page, pages] = PageOccupancy(
-                hidden=held == 0,
-                part=held.double() / page,
+                hidden=fills == 0,
+                part=fills.double() / page,
                 newest=(last // page).view(1),
                 first=(last % page == 0).view(1),
                 count=last // page + 1,

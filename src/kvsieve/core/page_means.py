@@ -64,8 +64,8 @@ class PageMeans(PageTable):
         if self._table is None or needed > self._table.shape[-1]:
             self._table = self._grow(keys, needed)
         # One by one, so that the sum does not depend on how many are added at once.
-        for each in keys[:, :first].unbind(1):
-            self._table[:, 0, :, self.pages - 1] += each
+        for key in keys[:, :first].unbind(1):
+            self._table[:, 0, :, self.pages - 1] += key
         start = self.pages
         rest = keys[:, first:]
         self.size += keys.shape[1]
@@ -73,6 +73,6 @@ class PageMeans(PageTable):
             rest = torch.nn.functional.pad(rest, (0, 0, 0, -rest.shape[1] % self.page))
             begun, *more = rest.unflatten(1, (-1, self.page)).unbind(2)
             sums = begun.clone()
-            for each in more:
-                sums += each
+            for key in more:
+                sums += key
             self._table[:, 0, :, start:needed] = sums.transpose(1, 2)

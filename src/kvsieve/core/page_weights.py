@@ -23,7 +23,7 @@ def held_part(chosen: Tensor, query: Tensor) -> Tensor:
     SparQ's temperature divides by its root, and the chosen channels may all be 0 in one query head of a group.
     """
     tiny = torch.finfo(query.dtype).tiny
-    part, whole = (each.abs().sum(-1, keepdim=True) for each in (chosen, query))
+    part, whole = (queries.abs().sum(-1, keepdim=True) for queries in (chosen, query))
     return (part / whole.clamp_min(tiny)).clamp_min(tiny)
 
 

@@ -23,11 +23,11 @@ def rotation(dim: int, device: torch.device) -> Tensor:
 def _rotation(dim: int) -> Tensor:
     random = torch.Generator().manual_seed(dim)
     if dim & (dim - 1):
-        made = torch.linalg.qr(torch.randn(dim, dim, generator=random, dtype=torch.float64))[0]
+        matrix = torch.linalg.qr(torch.randn(dim, dim, generator=random, dtype=torch.float64))[0]
     else:
-        made = torch.ones(1, 1, dtype=torch.float64)
-        while len(made) < dim:
-            made = torch.cat([torch.cat([made, made], 1), torch.cat([made, -made], 1)])
+        matrix = torch.ones(1, 1, dtype=torch.float64)
+        while len(matrix) < dim:
+            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
         signs = torch.randint(0, 2, (dim, 1), generator=random) * 2 - 1
-        made = made * signs / math.sqrt(dim)
-    return made.float()
+        matrix = matrix * signs / math.sqrt(dim)
+    return matrix.float()

@@ -154,8 +154,8 @@ def width(kernel: Kernel, kept: Iterable[int]) -> Width:
     """
     if kernel != "auto":
         return kernel
-    each = tuple(min(max(2 * (count // _PIECES // 2) + 1, _LEAST), _MOST) for count in kept)
-    return each[0] if len(set(each)) == 1 else each
+    widths = tuple(min(max(2 * (count // _PIECES // 2) + 1, _LEAST), _MOST) for count in kept)
+    return widths[0] if len(set(widths)) == 1 else widths
 
 
 def pool(scores: Tensor, kernel: Width, kind: Pool, valid: Tensor | None = None) -> Tensor:

@@ -25,19 +25,19 @@ def encode_shaped(form: CodeFormat, x: Tensor, fit: Fit, metric: Tensor, rows: T
     from kvsieve.kernels.cpu import codes as compiled
 
     assert form.levels is not None and form.zero is False and form.group == x.shape[-1]
-    made = encode(form, x, fit)
-    codes = unpack(made.packed, form.bits, x.shape[-1])
+    encoded = encode(form, x, fit)
+    codes = unpack(encoded.packed, form.bits, x.shape[-1])
     if compiled.shapes(x, len(form.levels)):
         levels = level_tensor(form.levels, x.device)
         scale = compiled.shape_codes(x.contiguous(), metric.contiguous(), rows, levels, codes, _ROUNDS)
     else:
         step = max(1, (_AT_ONCE if x.device.type == "cpu" else _AT_ONCE_ON_GPUS) // x[0].numel())
         parts = zip(x.split(step), rows.split(step), codes.split(step), strict=True)
-        found = [_shaped(form.levels, part, metric[mine], first) for part, mine, first in parts]
-        codes, scale = (torch.cat(each) for each in zip(*found, strict=True))
+        found = [_shaped(form.levels, part, metric[numbers], first) for part, numbers, first in parts]
+        codes, scale = (torch.cat(part) for part in zip(*found, strict=True))
     half = scale.to(torch.float16)
     # A scale beyond float16's range is not changed.
-    return Codes(pack(codes, form.bits), torch.where(half.isfinite(), half, made.scale))
+    return Codes(pack(codes, form.bits), torch.where(half.isfinite(), half, encoded.scale))
 
 
 def _shaped(levels: tuple[float, ...], x: Tensor, metric: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,8 +46,8 @@ def _shaped(levels: tuple[float, ...], x: Tensor, metric: Tensor, codes: Tensor)
     tiny = torch.finfo(torch.float32).tiny
     # Channels first, so that one channel of all vectors is a contiguous read.
     x = x.transpose(1, 2).contiguous()
-    made = codes.transpose(1, 2).contiguous()
-    of = table[made.long()]
+    by_channel = codes.transpose(1, 2).contiguous()
+    of = table[by_channel.long()]
     own = metric.diagonal(dim1=1, dim2=2).clamp_min(tiny)
     for _ in range(_ROUNDS):
         pulled = metric @ of
@@ -60,8 +60,8 @@ def _shaped(levels: tuple[float, ...], x: Tensor, metric: Tensor, codes: Tensor)
             code = nearest_codes(levels, of[:, at] + pull / (own[:, at, None] * step[:, 0]))
             level = table[code.long()]
             missed[:, at] += step[:, 0] * (of[:, at] - level)
-            made[:, at], of[:, at] = code, level
-    asked = metric @ x
-    product = (of * asked).sum(1)
-    found = torch.where(product > 0, (x * asked).sum(1) / product.clamp_min(tiny), torch.zeros_like(product))
-    return made.transpose(1, 2), found[..., None]
+            by_channel[:, at], of[:, at] = code, level
+    weighted = metric @ x
+    product = (of * weighted).sum(1)
+    found = torch.where(product > 0, (x * weighted).sum(1) / product.clamp_min(tiny), torch.zeros_like(product))
+    return by_channel.transpose(1, 2), found[..., None]

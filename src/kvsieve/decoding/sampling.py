@@ -60,8 +60,8 @@ class Sampler:
         self.rules = rules
         self.ids = ids
         self.start = len(ids)
-        self._bias = torch.tensor([each[1] for each in rules.bias], device=ids.device)
-        self._biased = torch.tensor([each[0] for each in rules.bias], dtype=torch.int64, device=ids.device)
+        self._bias = torch.tensor([pair[1] for pair in rules.bias], device=ids.device)
+        self._biased = torch.tensor([pair[0] for pair in rules.bias], dtype=torch.int64, device=ids.device)
         self._processors = processors
         self._generator: torch.Generator | None = None
         if rules.temperature > 0:
@@ -78,9 +78,9 @@ class Sampler:
             scores = scores.index_add(0, self._biased, self._bias)
         rules = self.rules
         if (rules.presence_penalty or rules.frequency_penalty) and len(self.ids) > self.start:
-            made, counts = self.ids[self.start :].unique(return_counts=True)
+            tokens, counts = self.ids[self.start :].unique(return_counts=True)
             taken = rules.presence_penalty + rules.frequency_penalty * counts
-            scores = scores.index_add(0, made, -taken.to(scores.dtype))
+            scores = scores.index_add(0, tokens, -taken.to(scores.dtype))
         if self._processors:
             scores = self._processors(self.ids[None], scores[None].clone())[0]  # type: ignore[arg-type]
         if self._generator is None:
@@ -94,5 +94,5 @@ class Sampler:
         top = log_probs.topk(rules.logprobs or 0)
         pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
         return ChosenToken(
-            TokenLikelihood(token, float(log_probs[token])), tuple(TokenLikelihood(*each) for each in pairs)
+            TokenLikelihood(token, float(log_probs[token])), tuple(TokenLikelihood(*pair) for pair in pairs)
         )

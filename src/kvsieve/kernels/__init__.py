@@ -50,11 +50,11 @@ def why_not(*tensors: Tensor) -> str | None:
     """Return the reason why kernels do not run on these tensors; None on a GPU that `reason` accepts, in `dtypes`."""
     if not (_interpreted or tensors[0].is_cuda):
         return "it is for GPUs"
-    if any(each.dtype not in dtypes() for each in tensors):
+    if any(tensor.dtype not in dtypes() for tensor in tensors):
         return "it takes bfloat16, float16 and float32"
     if _interpreted:
         return None
-    return reason(tensors[0].device) if all(each.is_cuda for each in tensors) else "some tensors are not on the GPU"
+    return reason(tensors[0].device) if all(tensor.is_cuda for tensor in tensors) else "some tensors are not on the GPU"
 
 
 def usable(*tensors: Tensor) -> bool:

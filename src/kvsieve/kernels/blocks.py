@@ -106,12 +106,12 @@ def blocks_kernel(
     tile = query_blocks * TILES - 1 - tl.program_id(0) // query_heads
     at_block = tile // TILES
     inside = tile % TILES * ROWS + tl.arange(0, ROWS)
-    asked = at_block * QUERIES + inside
-    real = (inside < QUERIES) & (asked < new)
+    number = at_block * QUERIES + inside
+    real = (inside < QUERIES) & (number < new)
     dim = tl.arange(0, PADDED_DIM)[None, :]
     value_dim = tl.arange(0, PADDED_VALUE_DIM)[None, :]
     q = tl.load(
-        query + row * query_row + own_head * query_head + asked[:, None].to(tl.int64) * query_slot + dim,
+        query + row * query_row + own_head * query_head + number[:, None].to(tl.int64) * query_slot + dim,
         mask=real[:, None] & (dim < DIM),
         other=0.0,
     )
@@ -140,7 +140,7 @@ def blocks_kernel(
     for start in range(first, last, BLOCK):
         entry = start + tl.arange(0, BLOCK)
         there = (entry < length)[:, None]
-        seen = entry[None, :] <= (length - new + asked)[:, None]
+        seen = entry[None, :] <= (length - new + number)[:, None]
         slot = entry[:, None].to(tl.int64)
         k = tl.load(keys + slot * key_slot, mask=there & (dim < DIM), other=0.0)
         v = tl.load(values + slot * value_slot, mask=there & (value_dim < VALUE_DIM), other=0.0)
@@ -150,7 +150,7 @@ def blocks_kernel(
     if SINKS:
         sink = tl.load(sinks + own_head).to(tl.float32)
         sums *= beside(sink, greatest * 0.6931471805599453, total)[:, None]
-    place = (row * new + asked) * query_heads + own_head
+    place = (row * new + number) * query_heads + own_head
     tl.store(
         out + place[:, None] * VALUE_DIM + value_dim,
         sums,

@@ -72,19 +72,19 @@ def channels_kernel(
             mask=(group < GROUPS)[:, None] & (other < DIM)[None, :],
             other=0.0,
         ).to(tl.float32)
-        theirs = tl.sum(tl.abs(beside), 0)
-        before = (theirs[None, :] > size[:, None]) | (
-            (theirs[None, :] == size[:, None]) & (other[None, :] < dim[:, None])
+        other_size = tl.sum(tl.abs(beside), 0)
+        before = (other_size[None, :] > size[:, None]) | (
+            (other_size[None, :] == size[:, None]) & (other[None, :] < dim[:, None])
         )
         rank += tl.sum((before & (other < DIM)[None, :]).to(tl.int32), 1)
     chosen = (rank < count) & (dim < DIM)
     # The smallest normal number: a group's channels may be 0 in one of its query heads.
     tiny = 1.1754943508222875e-38
     whole = tl.maximum(tl.sum(tl.abs(q), 1), tiny)
-    held = tl.maximum(tl.sum(tl.where(chosen[None, :], tl.abs(q), 0.0), 1) / whole, tiny)
+    share = tl.maximum(tl.sum(tl.where(chosen[None, :], tl.abs(q), 0.0), 1) / whole, tiny)
     tl.store(
         weights + (row * GROUPS + group[:, None]) * count + rank[None, :],
-        q * (scale / tl.sqrt(held))[:, None],
+        q * (scale / tl.sqrt(share))[:, None],
         mask=(group < GROUPS)[:, None] & chosen[None, :],
     )
     at = dim.to(tl.int64)
@@ -97,7 +97,7 @@ def channels_kernel(
 def summed_weights(
     scores,
     score_group,
-    each,
+    number,
     there,
     share,
     GROUPS: tl.constexpr,
@@ -107,7 +107,7 @@ def summed_weights(
     """Return the weights of entries in pages, by softmax over all of them, summed over query heads."""
     weight = tl.full([PAGES], 0.0, tl.float32)
     for group in range(GROUPS):
-        score = tl.load(scores + group * score_group + each, mask=there, other=float("-inf"))
+        score = tl.load(scores + group * score_group + number, mask=there, other=float("-inf"))
         if SUMS:
             # The page's score is that of its keys' sum, as if the page were full.
             score = tl.where(there, score / tl.where(there, share, 1.0), float("-inf"))
@@ -118,14 +118,14 @@ def summed_weights(
 
 
 @triton.jit
-def least_taken(bits, held, wanted):
+def least_taken(bits, fills, wanted):
     """Return the bits of the greatest weight at which pages with at least this weight have `wanted` entries."""
     # Non-negative numbers are in the order of their bits.
     least = 0
     most_bits = 0x7F800000
     while least < most_bits:
         middle = least + (most_bits - least + 1) // 2
-        enough = tl.sum(tl.where(bits >= middle, held, 0), 0) >= wanted
+        enough = tl.sum(tl.where(bits >= middle, fills, 0), 0) >= wanted
         least = tl.where(enough, middle, least)
         most_bits = tl.where(enough, most_bits, middle - 1)
     return least
@@ -184,12 +184,12 @@ def entries_kernel(
         end = tl.load(length).to(tl.int32)
     else:
         end = size
-    each = tl.arange(0, PAGES)
-    held = tl.minimum(tl.maximum(end - each * page, 0), page)
-    held = tl.where(each < pages, held, 0)
-    there = held > 0
-    share = held.to(tl.float32) / page
-    weight = summed_weights(scores + row * score_row, score_group, each, there, share, GROUPS, False, PAGES)
+    number = tl.arange(0, PAGES)
+    fills = tl.minimum(tl.maximum(end - number * page, 0), page)
+    fills = tl.where(number < pages, fills, 0)
+    there = fills > 0
+    share = fills.to(tl.float32) / page
+    weight = summed_weights(scores + row * score_row, score_group, number, there, share, GROUPS, False, PAGES)
 
     out += row * count
     own = 0
@@ -200,14 +200,14 @@ def entries_kernel(
             at = start + tl.arange(0, 32)
             tl.store(out + at, (end - 1 - at).to(tl.int64), mask=at < own)
         # Entries taken in any case do not compete.
-        held = tl.where(each == (end - 1) // page, held - own, held)
+        fills = tl.where(number == (end - 1) // page, fills - own, fills)
     wanted = count - own
-    bits = tl.where(held > 0, weight.to(tl.int32, bitcast=True), -1)
-    least = least_taken(bits, held, wanted)
-    above = tl.where(bits > least, held, 0)
-    equal = tl.where(bits == least, held, 0)
+    bits = tl.where(fills > 0, weight.to(tl.int32, bitcast=True), -1)
+    least = least_taken(bits, fills, wanted)
+    above = tl.where(bits > least, fills, 0)
+    equal = tl.where(bits == least, fills, 0)
     rest = wanted - tl.sum(above, 0)
     taken = above + tl.minimum(tl.maximum(rest - (tl.cumsum(equal, 0) - equal), 0), equal)
     place = own + tl.cumsum(taken, 0) - taken
     for step in range(0, tl.max(taken, 0)):
-        tl.store(out + place + step, (each * page + step).to(tl.int64), mask=step < taken)
+        tl.store(out + place + step, (number * page + step).to(tl.int64), mask=step < taken)

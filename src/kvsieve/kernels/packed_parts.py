@@ -47,10 +47,10 @@ def twice(x):
 
 @triton.jit
 def no_sums(COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    made = ()
+    sums = ()
     for _ in tl.static_range(COUNT):
-        made += (tl.full([ROWS, COLUMNS], 0.0, tl.float32),)
-    return made
+        sums += (tl.full([ROWS, COLUMNS], 0.0, tl.float32),)
+    return sums
 
 
 @triton.constexpr_function

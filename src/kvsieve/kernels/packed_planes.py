@@ -114,13 +114,13 @@ def _query(
         for field in tl.static_range(FIELDS):
             for side in tl.static_range(2):
                 channel = first_channel(chunk, field, side, DIM, BITS, COLUMNS) + 2 * column
-                each = tl.load(
+                part = tl.load(
                     query + group[:, None] * DIM + channel[None, :],
                     mask=(group < GROUPS)[:, None] & (column < COLUMNS)[None, :],
                     other=0.0,
                 )
-                found += (each,)
-                size = tl.maximum(size, tl.max(tl.abs(each), 1))
+                found += (part,)
+                size = tl.maximum(size, tl.max(tl.abs(part), 1))
     size = tl.where(size > 0, size, 1.0)
     divided = ()
     for plane in tl.static_range(DIM // COLUMNS):
@@ -148,8 +148,8 @@ def _logits(
             for side in tl.static_range(2):
                 if GROUP == 0:
                     here = block * DIM + first_channel(chunk, field, side, DIM, BITS, COLUMNS) + 2 * column
-                    each = tl.load(scale + here, mask=column < COLUMNS, other=0.0).to(tl.float32)
-                    rows = stacked(q[(chunk * FIELDS + field) * 2 + side] * (each * (0.5 ** (field * BITS)))[None, :])
+                    factor = tl.load(scale + here, mask=column < COLUMNS, other=0.0).to(tl.float32)
+                    rows = stacked(q[(chunk * FIELDS + field) * 2 + side] * (factor * (0.5 ** (field * BITS)))[None, :])
                     if ZERO:
                         offset = tl.load(zero + here, mask=column < COLUMNS, other=0.0).to(tl.float32)
                         products += q[(chunk * FIELDS + field) * 2 + side] * offset[None, :]
@@ -205,8 +205,8 @@ def _added(
                 plane = codes_at(two, side * 8 + field * BITS, BITS)
                 if GROUP == 0:
                     here = block * DIM + first_channel(chunk, field, side, DIM, BITS, COLUMNS) + 2 * column
-                    each = tl.load(scale + here, mask=column < COLUMNS, other=0.0).to(tl.float32)
-                    new = tl.dot(rows, plane) * (each * 2.0 ** (24 - field * BITS))[None, :]
+                    factor = tl.load(scale + here, mask=column < COLUMNS, other=0.0).to(tl.float32)
+                    new = tl.dot(rows, plane) * (factor * 2.0 ** (24 - field * BITS))[None, :]
                     if ZERO:
                         offset = tl.load(zero + here, mask=column < COLUMNS, other=0.0).to(tl.float32)
                         new += tl.sum(rows.to(tl.float32), 1)[:, None] * offset[None, :]

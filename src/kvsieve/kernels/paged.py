@@ -154,18 +154,18 @@ def paged_choice_kernel(
     end = tl.load(sizes + request)
     pages = (end + page * PARTS - 1) // (page * PARTS)
     wanted = tl.minimum(tl.load(counts + request), pages)
-    each = tl.arange(0, BLOCKS * PADDED_PARTS)
-    block = each // PADDED_PARTS
-    part = each % PADDED_PARTS
+    number = tl.arange(0, BLOCKS * PADDED_PARTS)
+    block = number // PADDED_PARTS
+    part = number % PADDED_PARTS
     place = block * PARTS + part
-    held = tl.minimum(tl.maximum(end - place * page, 0), page)
-    held = tl.where((part < PARTS) & (block < width), held, 0)
-    share = held.to(tl.float32) / page
+    fills = tl.minimum(tl.maximum(end - place * page, 0), page)
+    fills = tl.where((part < PARTS) & (block < width), fills, 0)
+    share = fills.to(tl.float32) / page
     weight = summed_weights(
-        scores + row * score_row, score_group, place, held > 0, share, GROUPS, SUMS, BLOCKS * PADDED_PARTS
+        scores + row * score_row, score_group, place, fills > 0, share, GROUPS, SUMS, BLOCKS * PADDED_PARTS
     )
     # All parts of a competing page are full; the newest page is read in any case.
-    bits = tl.where((block < pages - 1) & (held > 0), weight.to(tl.int32, bitcast=True), -1)
+    bits = tl.where((block < pages - 1) & (fills > 0), weight.to(tl.int32, bitcast=True), -1)
     if PADDED_PARTS > 1:
         bits = tl.max(tl.reshape(bits, [BLOCKS, PADDED_PARTS]), 1)
     block = tl.arange(0, BLOCKS)

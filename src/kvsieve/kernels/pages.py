@@ -56,19 +56,19 @@ def scores_kernel(
     # width is a multiple of 16.
     last = tl.where(tl.program_id(0) * PAGES < real, wanted, 0)
     for at in range(0, last, ROWS):
-        each = at + tl.arange(0, ROWS)
-        inside = each < wanted
+        entry = at + tl.arange(0, ROWS)
+        inside = entry < wanted
         if CHOSEN:
-            place = tl.load(index + kv_row * index_row + each, mask=inside, other=0)
+            place = tl.load(index + kv_row * index_row + entry, mask=inside, other=0)
         else:
-            place = each.to(tl.int64)
+            place = entry.to(tl.int64)
         values = tl.load(
             table + (place // DIM * table_half + place % DIM * table_channel)[:, None] + page[None, :],
             mask=inside[:, None] & (page < width)[None, :],
             other=0.0,
         )
         weight = tl.load(
-            weights + group[:, None] * wanted + each[None, :],
+            weights + group[:, None] * wanted + entry[None, :],
             mask=(group < GROUPS)[:, None] & inside[None, :],
             other=0.0,
         )
@@ -127,12 +127,12 @@ def update_kernel(
     # Its bfloat16 maxima compare bits.
     key = tl.load(keys + slot * key_slot + dim, mask=real, other=0.0).to(tl.float32)
     places = table + kv_row * table_row + dim.to(tl.int64) * table_channel + at
-    held = tl.load(places, mask=real, other=0.0).to(tl.float32)
-    tl.store(places, tl.where(begins, key, tl.maximum(held, key)), mask=real)
+    bound = tl.load(places, mask=real, other=0.0).to(tl.float32)
+    tl.store(places, tl.where(begins, key, tl.maximum(bound, key)), mask=real)
     if HALVES == 2:
         places += table_half
-        held = tl.load(places, mask=real, other=0.0).to(tl.float32)
-        tl.store(places, tl.where(begins, key, tl.minimum(held, key)), mask=real)
+        bound = tl.load(places, mask=real, other=0.0).to(tl.float32)
+        tl.store(places, tl.where(begins, key, tl.minimum(bound, key)), mask=real)
 
 
 def page_scores(

@@ -236,12 +236,12 @@ def merge_kernel(
     at = tl.arange(0, PADDED_PARTS)
     norms += query_row * number * GROUPS + group
     parts += (query_row * number * GROUPS + group) * VALUE_DIM
-    each = tl.load(norms + at * GROUPS, mask=at < number, other=float("-inf"))
-    greatest = tl.max(each, 0)
+    log_sum = tl.load(norms + at * GROUPS, mask=at < number, other=float("-inf"))
+    greatest = tl.max(log_sum, 0)
     finite = tl.where(greatest == float("-inf"), 0.0, greatest)
-    total = tl.sum(tl.exp(each - finite), 0)
+    total = tl.sum(tl.exp(log_sum - finite), 0)
     # Parts beyond a KV row's last entry are empty.
-    used = tl.max(tl.where(each > float("-inf"), at + 1, 0), 0)
+    used = tl.max(tl.where(log_sum > float("-inf"), at + 1, 0), 0)
     dim = tl.arange(0, PADDED_VALUE_DIM)
     sums = tl.full([PADDED_VALUE_DIM], 0.0, tl.float32)
     for first in range(0, used, BLOCK):

@@ -57,11 +57,11 @@ def norm_kernel(
     head = kv_row % heads
     # A head's rows run over its groups first, then over the window.
     at_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    asked = at_row % window
+    number = at_row % window
     dim = tl.arange(0, PADDED_DIM)
     own = head * GROUPS + at_row // window
     q = tl.load(
-        query + row * query_row + own[:, None] * query_head + asked[:, None].to(tl.int64) * query_slot + dim[None, :],
+        query + row * query_row + own[:, None] * query_head + number[:, None].to(tl.int64) * query_slot + dim[None, :],
         mask=(at_row < GROUPS * window)[:, None] & (dim < DIM)[None, :],
         other=0.0,
     )
@@ -85,7 +85,7 @@ def norm_kernel(
         if VALID:
             there = tl.load(valid + row * valid_row + head * valid_head + index, mask=real, other=0)
             real = real & (there != 0)
-        seen = real[None, :] & (index[None, :] <= (length - window + asked)[:, None])
+        seen = real[None, :] & (index[None, :] <= (length - window + number)[:, None])
         logits = tl.where(seen, logits, float("-inf"))
         higher = tl.maximum(greatest, tl.max(logits, 1))
         finite = tl.where(higher == float("-inf"), 0.0, higher)
@@ -146,25 +146,25 @@ def mass_kernel(
     for group in range(GROUPS):
         total = tl.full([BLOCK], 0.0, tl.float32)
         for first in range(0, window, ROWS):
-            asked = first + tl.arange(0, ROWS)
-            inside = asked < window
+            number = first + tl.arange(0, ROWS)
+            inside = number < window
             q = tl.load(
                 query
                 + row * query_row
                 + (head * GROUPS + group) * query_head
-                + asked[:, None].to(tl.int64) * query_slot
+                + number[:, None].to(tl.int64) * query_slot
                 + dim[None, :],
                 mask=inside[:, None] & (dim < DIM)[None, :],
                 other=0.0,
             )
-            level = tl.load(norm + (kv_row * GROUPS + group) * window + asked, mask=inside, other=float("-inf"))
+            level = tl.load(norm + (kv_row * GROUPS + group) * window + number, mask=inside, other=float("-inf"))
             if VALID:
-                inside = inside & (tl.load(valid + corner + asked, mask=inside, other=0) != 0)
+                inside = inside & (tl.load(valid + corner + number, mask=inside, other=0) != 0)
             inside = inside & (level > float("-inf"))
             logits = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
             if SOFTCAP:
                 logits = capped(logits, softcap)
-            seen = real[:, None] & inside[None, :] & (index[:, None] <= (corner + asked)[None, :])
+            seen = real[:, None] & inside[None, :] & (index[:, None] <= (corner + number)[None, :])
             weights = tl.exp2((logits - tl.where(inside, level, 0.0)[None, :]) * 1.4426950408889634)
             total += tl.sum(tl.where(seen, weights, 0.0), 1)
         tl.store(mass + (kv_row * GROUPS + group) * length + index, total, mask=index < length)
@@ -251,8 +251,8 @@ def window_mass(asked: Queries, keys: Tensor, valid: Tensor | None = None) -> Te
         )
         norm = norm.logsumexp(1)
         if asked.sinks is not None:
-            each = norm.view(batch, heads, groups, window)
-            norm = torch.logaddexp(each, asked.sinks.float().view(heads, groups, 1)).view(norm.shape)
+            view = norm.view(batch, heads, groups, window)
+            norm = torch.logaddexp(view, asked.sinks.float().view(heads, groups, 1)).view(norm.shape)
         tile = min(tile, padded(window), 64)
         mass_kernel[cdiv(length, block), kv_rows](
             query, keys, valid, norm, mass, *facts, *strides, ROWS=tile, num_stages=2, **shapes

@@ -42,7 +42,7 @@ class AShape(BlockPrefill, heads="own"):
         blocks = -(-self.local // self.block)
         first = -(-self.sinks // self.block)
         seen = [min(row * grid.own + grid.own, grid.key_blocks) for row in range(grid.query_blocks)]
-        near = [each - max(row * grid.own - blocks, 0) for row, each in enumerate(seen)]
+        near = [count - max(row * grid.own - blocks, 0) for row, count in enumerate(seen)]
         far = [min(first, max(row * grid.own - blocks, 0)) for row in range(grid.query_blocks)]
         computed = [a + b for a, b in zip(near, far, strict=True)]
         if self.full:

@@ -150,7 +150,7 @@ class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
         stored, held, _ = facts
         rows = zip(counts, stored, strict=True)
         totals = [min(count * len(have), sum(have)) for count, have in rows]
-        return totals, [max(total - sum(each), 0) for total, each in zip(totals, held, strict=True)]
+        return totals, [max(total - sum(entries), 0) for total, entries in zip(totals, held, strict=True)]
 
     def _won(self, scores: Tensor, counts: tuple[int, ...], totals: list[int], rests: list[int]) -> Tensor:
         if self.rule == "kvpress":
@@ -168,11 +168,11 @@ class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
             # Protected entries leave no room, maybe not even for those that the base always keeps.
             return allocate([1] * len(won), total, must, stored)
         floor = int(rest // len(won) * self.alpha)
-        sure = [min(each + floor, most) for each, most in zip(held, stored, strict=True)]
-        room = [most - each for most, each in zip(stored, sure, strict=True)]
-        needed = [min(int(each == 0), most) for each, most in zip(sure, room, strict=True)]
+        sure = [min(count + floor, most) for count, most in zip(held, stored, strict=True)]
+        room = [most - count for most, count in zip(stored, sure, strict=True)]
+        needed = [min(int(count == 0), most) for count, most in zip(sure, room, strict=True)]
         parts = allocate(won, total - sum(sure), needed, room)
-        return [each + part for each, part in zip(sure, parts, strict=True)]
+        return [count + part for count, part in zip(sure, parts, strict=True)]
 
     def _normalized(self, scores: Tensor, budgets: list[int]) -> Tensor:
         """Multiply scores [B, H, N] by the share of their sum in the best ``budgets[b]`` of each head."""

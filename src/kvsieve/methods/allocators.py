@@ -42,13 +42,13 @@ class Allocator(Wrapper):
 
         A row no longer than the floor keeps all entries.
         """
-        given = ctx.state.get("allocated")
-        if given is None:
+        shares = ctx.state.get("allocated")
+        if shares is None:
             return counts
         whole = (length <= self.budget.floor for length in ctx.step.lengths)
         return tuple(
             stored if all_stay else count
-            for stored, all_stay, count in zip(ctx.stored, whole, given.tolist(), strict=True)
+            for stored, all_stay, count in zip(ctx.stored, whole, shares.tolist(), strict=True)
         )
 
 
@@ -153,7 +153,7 @@ class Cascade(Allocator, recuts=True):
         rows = [self.targets(seen, row, count * ahead, last=ahead == 0) for row, count in enumerate(counts)]
         if ahead == 0:
             self._remember(seen, rows)
-        per_layer = [list(each) for each in zip(*rows, strict=True)]
+        per_layer = [list(layer) for layer in zip(*rows, strict=True)]
         return {
             layer.index: self._own(ctx, layer.cut(kept))
             for layer, kept in zip(seen, per_layer, strict=True)
@@ -164,30 +164,30 @@ class Cascade(Allocator, recuts=True):
         if not self.compares or ctx.ranks.size == 1:
             return chosen
         # All heads of a layer keep the same number of entries.
-        mine = ctx.ranks.own(chosen.indices.shape[1])
-        return Selection(chosen.indices[:, mine], chosen.lengths)
+        own = ctx.ranks.own(chosen.indices.shape[1])
+        return Selection(chosen.indices[:, own], chosen.lengths)
 
     def targets(self, seen: Sequence[LayerScores], row: int, ahead: int, *, last: bool) -> list[int]:
         """Return the entries to keep in one row of each layer so far; ahead: entries requested for the other layers."""
         stored = [layer.stored[row] for layer in seen]
         if not last and self.defer_until_last_layer:
             return stored
-        given = [min(layer.stored[row], self._given(layer.counts[row])) for layer in seen]
-        total = sum(layer.counts[row] for layer in seen) + ahead - sum(given)
-        bounds = self._less(given, [layer.floors[row] for layer in seen]), self._less(given, stored)
+        least = [min(layer.stored[row], self._given(layer.counts[row])) for layer in seen]
+        total = sum(layer.counts[row] for layer in seen) + ahead - sum(least)
+        bounds = self._less(least, [layer.floors[row] for layer in seen]), self._less(least, stored)
         if last:
             shares = allocate(self.weights(seen, row), total, *bounds)
         else:
             # Rounded up, because the final number may be either.
             shares = [math.ceil(share) for share in water_fill(self.weights(seen, row), total, *bounds)]
-        return [each + share for each, share in zip(given, shares, strict=True)]
+        return [count + share for count, share in zip(least, shares, strict=True)]
 
     def _given(self, count: int) -> int:
         return min(count, self.spare + self.least(max(count - self.spare, 0)))
 
     @staticmethod
     def _less(given: Sequence[int], bounds: Sequence[int]) -> list[int]:
-        return [max(bound - each, 0) for each, bound in zip(given, bounds, strict=True)]
+        return [max(bound - count, 0) for count, bound in zip(given, bounds, strict=True)]
 
     def _look_at(self, ctx: LayerContext, counts: tuple[int, ...]) -> LayerScores:
         kept = tuple(map(min, counts, ctx.stored))
@@ -203,8 +203,8 @@ class Cascade(Allocator, recuts=True):
         asked = list(map(max, counts, kept))
         must = scores.isposinf().sum(-1).amax(-1).tolist()
         floors = [
-            min(stored, max(stored if count >= stored else self.minimum, held))
-            for count, stored, held in zip(asked, ctx.stored, must, strict=True)
+            min(stored, max(stored if count >= stored else self.minimum, least))
+            for count, stored, least in zip(asked, ctx.stored, must, strict=True)
         ]
         weights = self.weigh(ctx)
         even = ctx.valid is None
@@ -216,10 +216,10 @@ class Cascade(Allocator, recuts=True):
         for row, kept in enumerate(rows):
             total = sum(layer.counts[row] for layer in seen)
             # Prompts may be shorter than the base's minimum.
-            least = [max(each, self.minimum) for each in kept]
+            least = [max(count, self.minimum) for count in kept]
             later.append(allocate(self.weights(seen, row), total, least, [_ENDLESS] * len(seen)))
-        for layer, given in zip(seen, zip(*later, strict=True), strict=True):
-            layer.state["allocated"] = torch.tensor(given)
+        for layer, limits in zip(seen, zip(*later, strict=True), strict=True):
+            layer.state["allocated"] = torch.tensor(limits)
 
 
 def observed(base: ScoredEvictor) -> int:
@@ -228,9 +228,9 @@ def observed(base: ScoredEvictor) -> int:
 
 
 def _asked(ctx: LayerContext) -> list[int]:
-    asked = torch.zeros(len(ctx.stored), dtype=torch.int64)
+    total = torch.zeros(len(ctx.stored), dtype=torch.int64)
     if ctx.protected is not None:
-        asked = ctx.protected.sum(-1).amax(-1).cpu()
+        total = ctx.protected.sum(-1).amax(-1).cpu()
     if ctx.quotas is not None:
-        asked = asked + ctx.quotas.counts.sum(-1).cpu()
-    return asked.tolist()
+        total = total + ctx.quotas.counts.sum(-1).cpu()
+    return total.tolist()

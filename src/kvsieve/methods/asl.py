@@ -121,8 +121,10 @@ class AdaptiveTSP(Propagator, heads="all", query_aware=True):
         else:
             ranked = torch.nn.functional.pad(saliency, (0, window), value=float("inf"))
             # Protected tokens are propagated as well, beyond `rate` if necessary.
-            held, counts = apply_protection(ctx, ranked.masked_fill(~mask, float("-inf"))[:, None], kept, insist=True)
-            best = top_mask(held[:, 0], counts)
+            ranking, counts = apply_protection(
+                ctx, ranked.masked_fill(~mask, float("-inf"))[:, None], kept, insist=True
+            )
+            best = top_mask(ranking[:, 0], counts)
         for index in chosen:
             rows[index].tokens = best[index]
             rows[index].kept = counts[index]

@@ -105,10 +105,10 @@ def scored_by_name(
     owner: str, name: str, budget: Any, skip_layers: int | tuple[int, ...] | str, every: int | None
 ) -> ScoredEvictor:
     """Return the named method's evictor with defaults, for a wrapper's `base`. Raises PlanError for another kind."""
-    made = plan_without_floor(name, budget=budget)
-    if made.roles != ("evict",) or not isinstance(made.evict, ScoredEvictor):
+    plan = plan_without_floor(name, budget=budget)
+    if plan.roles != ("evict",) or not isinstance(plan.evict, ScoredEvictor):
         raise PlanError(f"{owner}: base must name a method that ranks entries by scores, e.g. snapkv; got {name!r}")
-    return replace(made.evict, skip_layers=parse_layers(made.evict, skip_layers), every=every)
+    return replace(plan.evict, skip_layers=parse_layers(plan.evict, skip_layers), every=every)
 
 
 def apply_protection(

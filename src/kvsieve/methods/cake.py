@@ -46,8 +46,8 @@ class _Statistics:
 
 
 def _statistics(ctx: LayerContext, window: int) -> _Statistics:
-    asked = ctx.layer_idx, window
-    if ctx.shared.get("cake", (None,))[0] == asked:
+    key = ctx.layer_idx, window
+    if ctx.shared.get("cake", (None,))[0] == key:
         return ctx.shared["cake"][1]
     query = ctx.query[:, :, -window:]
     before = ctx.keys.shape[2] - query.shape[2]
@@ -67,7 +67,7 @@ def _statistics(ctx: LayerContext, window: int) -> _Statistics:
         entropy -= (part * (part + 1e-10).log()).sum((1, 2, 3))
     variance = torch.cat(variances, -1)
     out = _Statistics(torch.cat(means, -1), variance, entropy, variance.sum((1, 2)))
-    ctx.shared["cake"] = asked, out
+    ctx.shared["cake"] = key, out
     return out
 
 

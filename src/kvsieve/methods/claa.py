@@ -60,7 +60,7 @@ class CrossLayerTSP(TSP, heads="all", query_aware=True):
 
         Tokens are dropped after the first of these layers that is not before the named one.
         """
-        return list({sum(each < layer for each in layers): rate for layer, rate in self.drops(num_layers)}.items())
+        return list({sum(other < layer for other in layers): rate for layer, rate in self.drops(num_layers)}.items())
 
     def select(self, ctx: LayerContext) -> Selection | None:
         layers = ctx.layers or tuple(range(ctx.num_layers))
@@ -89,10 +89,10 @@ class CrossLayerTSP(TSP, heads="all", query_aware=True):
         if ctx.valid is not None:
             scores = scores.masked_fill(~ctx.valid[:, 0, -ctx.offered :], float("-inf"))
         # Protected tokens are propagated as well, beyond the rate if necessary.
-        held, counts = apply_protection(ctx, scores[:, None], counts, insist=True)
-        selection = select_top(held[:, 0], counts)
+        ranking, counts = apply_protection(ctx, scores[:, None], counts, insist=True)
+        selection = select_top(ranking[:, 0], counts)
         rest = selection.indices[:, : selection.indices.shape[1] - (ctx.offered - joined.shape[1])]
-        seen[:] = [each.gather(1, rest) for each in seen]
+        seen[:] = [part.gather(1, rest) for part in seen]
         return selection
 
 

@@ -67,10 +67,10 @@ class DuoAttention(ScoredEvictor, heads="all", ragged=True, query_aware=False):
         able = self.retrieving(len(order), length, budget)
         retrieving = able if retrieving is None else min(able, retrieving)
         streaming = len(order) - retrieving
-        each, more = divmod(budget * len(order) - retrieving * length, max(streaming, 1))
+        share, more = divmod(budget * len(order) - retrieving * length, max(streaming, 1))
         ranks = {(i, j): rank for rank, (_, i, j) in enumerate(order)}
-        mine = [ranks[layer, head] for head in range(len(self.heads[layer]))]
-        return [length if rank < retrieving else each + (rank - retrieving < more) for rank in mine]
+        own = [ranks[layer, head] for head in range(len(self.heads[layer]))]
+        return [length if rank < retrieving else share + (rank - retrieving < more) for rank in own]
 
     def scores(self, ctx: LayerContext) -> Tensor:
         batch, heads, length = ctx.keys.shape[:3]

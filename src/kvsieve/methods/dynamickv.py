@@ -60,8 +60,8 @@ class DynamicKV(Cascade, heads="all", query_aware=True):
         for layer in seen:
             scores = layer.scores[row]
             top = top_mask(scores[None], (self._most(layer, row),))[0]
-            held = scores >= torch.finfo(scores.dtype).max
-            lines.append(scores.masked_fill(held | ~top, float("-inf")).flatten())
+            must = scores >= torch.finfo(scores.dtype).max
+            lines.append(scores.masked_fill(must | ~top, float("-inf")).flatten())
             budget += scores.shape[0] * max(layer.counts[row] - self.spare, 0)
         scores = torch.cat(lines)
         best = top_mask(scores[None], (budget,))[0] & ~scores.isneginf()
@@ -72,11 +72,11 @@ class DynamicKV(Cascade, heads="all", query_aware=True):
         most = [self._most(layer, row) for layer in seen]
         if not last and len(seen) % self.interval:
             return most
-        given = [min(layer.stored[row], self.spare) for layer in seen]
-        total = sum(layer.counts[row] for layer in seen) - sum(given)
-        bounds = self._less(given, [layer.floors[row] for layer in seen]), self._less(given, most)
+        least = [min(layer.stored[row], self.spare) for layer in seen]
+        total = sum(layer.counts[row] for layer in seen) - sum(least)
+        bounds = self._less(least, [layer.floors[row] for layer in seen]), self._less(least, most)
         parts = allocate(self.weights(seen, row), total, *bounds)
-        return [each + part for each, part in zip(given, parts, strict=True)]
+        return [count + part for count, part in zip(least, parts, strict=True)]
 
     def _most(self, layer: LayerScores, row: int) -> int:
         count = layer.counts[row]

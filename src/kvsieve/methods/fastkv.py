@@ -90,8 +90,8 @@ class TSP(Propagator, heads="all", query_aware=True):
         if ctx.valid is not None:
             scores = scores.masked_fill(~ctx.valid[:, 0, first:], float("-inf"))
         # Protected tokens are propagated as well, beyond `rate` if necessary.
-        held, counts = apply_protection(ctx, scores[:, None], counts, insist=True)
-        return select_top(held[:, 0], counts)
+        ranking, counts = apply_protection(ctx, scores[:, None], counts, insist=True)
+        return select_top(ranking[:, 0], counts)
 
 
 @register_method(

@@ -48,17 +48,17 @@ class FlashPrefill(BlockPrefill, heads="own"):
     def weights(self, ctx: PromptContext) -> Tensor:
         """Return estimated weights of blocks, float32 [B, Hq, query blocks, key blocks]."""
         grid, (batch, heads, _, dim), query_heads = ctx.grid, ctx.keys.shape, ctx.query.shape[1]
-        asked = grid.padded_queries(ctx.query)
-        means = grid.means(ctx.keys).to(asked.dtype).transpose(2, 3)
-        hidden = ~grid.visible(asked.device)[:, None]
+        queries = grid.padded_queries(ctx.query)
+        means = grid.means(ctx.keys).to(queries.dtype).transpose(2, 3)
+        hidden = ~grid.visible(queries.device)[:, None]
         # Padding queries of the last block do not count.
         rest = grid.new - (grid.query_blocks - 1) * self.queries
-        out = torch.zeros(batch, query_heads, grid.query_blocks, grid.key_blocks, device=asked.device)
-        some = _PART if asked.is_cpu else _PART_ELSEWHERE
+        out = torch.zeros(batch, query_heads, grid.query_blocks, grid.key_blocks, device=queries.device)
+        some = _PART if queries.is_cpu else _PART_ELSEWHERE
         for first in range(0, grid.query_blocks, some):
             last = min(first + some, grid.query_blocks)
             seen = min(grid.first + last * grid.own, grid.key_blocks)
-            part = asked[:, :, first * self.queries : last * self.queries].reshape(batch, heads, -1, dim)
+            part = queries[:, :, first * self.queries : last * self.queries].reshape(batch, heads, -1, dim)
             logits = ctx.logits((part @ means[..., :seen]).float())
             logits = logits.view(batch, query_heads, -1, self.queries, seen)
             weights = logits.masked_fill_(hidden[first:last, :, :seen], float("-inf")).softmax(-1)

@@ -59,16 +59,16 @@ class FlexPrefill(BlockPrefill, heads="own"):
     def estimate(self, ctx: PromptContext) -> Tensor:
         """Return weights of key blocks by means of queries and keys, float32 [B, Hq, query blocks, key blocks]."""
         grid, (batch, heads) = ctx.grid, ctx.keys.shape[:2]
-        asked = grid.padded_queries(ctx.query).unflatten(2, (-1, self.queries)).sum(3, dtype=torch.float32)
-        sizes = torch.full((grid.query_blocks,), float(self.queries), device=asked.device)
+        queries = grid.padded_queries(ctx.query).unflatten(2, (-1, self.queries)).sum(3, dtype=torch.float32)
+        sizes = torch.full((grid.query_blocks,), float(self.queries), device=queries.device)
         sizes[-1] = grid.new - (grid.query_blocks - 1) * self.queries
-        asked = (asked / sizes[:, None]).reshape(batch, heads, -1, asked.shape[-1])
-        logits = ctx.logits(asked @ grid.means(ctx.keys).transpose(2, 3))
+        queries = (queries / sizes[:, None]).reshape(batch, heads, -1, queries.shape[-1])
+        logits = ctx.logits(queries @ grid.means(ctx.keys).transpose(2, 3))
         logits = logits.view(batch, ctx.query.shape[1], grid.query_blocks, grid.key_blocks)
         return logits.masked_fill_(~grid.visible(logits.device), float("-inf")).softmax(-1)
 
 
 def _divergence(p: Tensor, q: Tensor) -> Tensor:
     middle = ((p + q) / 2).clamp_min(1e-30).log()
-    first, second = (each * (each.clamp_min(1e-30).log() - middle) for each in (p, q))
+    first, second = (part * (part.clamp_min(1e-30).log() - middle) for part in (p, q))
     return ((first + second) / 2).sum(-1).clamp_min(0)

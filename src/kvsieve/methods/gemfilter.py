@@ -118,5 +118,5 @@ class GemFilter(Propagator, heads="all", query_aware=True):
             scores = scores.masked_fill(~real, float("-inf"))
         if self.keep_last:
             scores[:, -self.keep_last :] = float("inf")
-        held, counts = apply_protection(ctx, scores[:, None], counts, insist=True)
-        return top_mask(held[:, 0], counts), counts
+        ranking, counts = apply_protection(ctx, scores[:, None], counts, insist=True)
+        return top_mask(ranking[:, 0], counts), counts

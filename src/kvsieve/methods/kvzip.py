@@ -70,8 +70,8 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
 
     @property
     def traits(self) -> Traits:
-        mine = self.TRAITS
-        return replace(mine, ragged=False, heads=mine.heads and "own") if self.uniform else mine
+        own = self.TRAITS
+        return replace(own, ragged=False, heads=own.heads and "own") if self.uniform else own
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", Budget.parse(self.budget))
@@ -89,8 +89,8 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
 
     @property
     def probe_tokens(self) -> int:
-        asked = max(len(self.repeat_ids or ()), len(self.go_on_ids or ()) + _LEAD)
-        return asked + len(self.answer_ids or ()) + self.chunk_length
+        longest = max(len(self.repeat_ids or ()), len(self.go_on_ids or ()) + _LEAD)
+        return longest + len(self.answer_ids or ()) + self.chunk_length
 
     @property
     def lacks_tokenizer(self) -> bool:
@@ -98,8 +98,8 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
 
     def for_tokenizer(self, tokenizer: Any) -> KVzip:
         missing = [name for name in _REQUESTS if getattr(self, name) is None]
-        made: dict[str, Any] = {**repeat_requests(tokenizer)} if missing else {}
-        return replace(self, **{name: made[name] for name in missing})
+        requests: dict[str, Any] = {**repeat_requests(tokenizer)} if missing else {}
+        return replace(self, **{name: requests[name] for name in missing})
 
     @property
     def probe_identity(self) -> KVzip:
@@ -121,8 +121,8 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
                 ids[row, : len(fed)], real[row, : len(fed)] = fed, True
             observe = functools.partial(self._score, scores, numbers, start)
             whole.branch().feed(ids, real, observe=observe)
-        for index, mine in scores.items():
-            passes.state(index)[_STATE] = mine
+        for index, layer in scores.items():
+            passes.state(index)[_STATE] = layer
             passes.state(index)["kvzip_closes"] = index == max(scores)
 
     def fed(self, tokens: Tensor, start: int) -> Tensor:
@@ -130,8 +130,8 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
         chunk = tokens[start : start + self.chunk_length]
         if not len(chunk):
             return chunk
-        asked = (self.go_on_ids if start else self.repeat_ids) or ()
-        before = [*asked, *tokens[max(0, start - _LEAD) : start].tolist(), *(self.answer_ids or ())]
+        request = (self.go_on_ids if start else self.repeat_ids) or ()
+        before = [*request, *tokens[max(0, start - _LEAD) : start].tolist(), *(self.answer_ids or ())]
         return torch.cat([chunk.new_tensor(before), chunk])
 
     def _score(self, scores: dict[int, Tensor], numbers: Tensor, start: int, ctx: LayerContext) -> None:
@@ -158,12 +158,12 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
             before = before & own.transpose(2, 3)
         visible = torch.cat([before, causal.expand(*before.shape[:2], -1, -1)], -1)
         among = torch.cat([keys, ctx.keys[:, :, stored:]], 2)
-        asked = slots.shape[-1]
-        mass = query_mass(ctx.asks(ctx.query), among, visible, reduce="max", entries=asked)
+        size = slots.shape[-1]
+        mass = query_mass(ctx.asks(ctx.query), among, visible, reduce="max", entries=size)
         best = mass.unflatten(1, (keys.shape[1], -1)).amax(2)
         best = best.masked_fill(~inside.gather(2, slots), 0)
-        mine = scores.setdefault(ctx.layer_idx, best.new_zeros(index.shape))
-        mine.scatter_reduce_(2, slots, best, "amax")
+        known = scores.setdefault(ctx.layer_idx, best.new_zeros(index.shape))
+        known.scatter_reduce_(2, slots, best, "amax")
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | dict[int, Selection] | None:
         scores = ctx.state.pop(_STATE, None)
@@ -175,8 +175,8 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
         if self.uniform:
             return None if kept == ctx.stored else select_top(*apply_protection(ctx, hide_padding(ctx, scores), kept))
         layers: dict[int, tuple[Tensor, int]] = ctx.shared.setdefault(_STATE, {})
-        held = apply_protection(ctx, hide_padding(ctx, scores), kept)[0]
-        layers[ctx.layer_idx] = ctx.ranks.gather(held), held.shape[2]
+        ranking = apply_protection(ctx, hide_padding(ctx, scores), kept)[0]
+        layers[ctx.layer_idx] = ctx.ranks.gather(ranking), ranking.shape[2]
         return self._threshold(layers, counts, ctx.ranks) if closes else None
 
     def _threshold(
@@ -194,9 +194,9 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
         masks = top_mask(every, total).split([scores[0].numel() for scores, _ in layers.values()], 1)
         chosen = {}
         for (index, (scores, size)), mask in zip(layers.items(), masks, strict=True):
-            mine = mask.view(scores.shape)[:, ranks.own(scores.shape[1]), -size:]
-            if not bool(mine.all()):
-                chosen[index] = pack_ragged(mine.to(scores.device))
+            own = mask.view(scores.shape)[:, ranks.own(scores.shape[1]), -size:]
+            if not bool(own.all()):
+                chosen[index] = pack_ragged(own.to(scores.device))
         return chosen
 
 
@@ -219,6 +219,6 @@ def repeat_requests(tokenizer: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
-    if isinstance(value, Sequence) and all(type(each) is int and each >= 0 for each in value):
+    if isinstance(value, Sequence) and all(type(token) is int and token >= 0 for token in value):
         return tuple(value)
     raise PlanError(f"KVzip: {name} must be token ids such as (12, 7), got {value!r}; see repeat_requests")

@@ -100,15 +100,15 @@ class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remember
         """
         parts = list(zip(sizes, protected, strict=True))
 
-        def kept(each: int) -> list[int]:
-            return [min(size, max(each, must)) for size, must in parts]
+        def kept(share: int) -> list[int]:
+            return [min(size, max(share, must)) for size, must in parts]
 
-        each = max(bisect.bisect_right(range(self.lag + 1), room, key=lambda each: sum(kept(each))) - 1, 0)
-        shares = kept(each)
+        share = max(bisect.bisect_right(range(self.lag + 1), room, key=lambda share: sum(kept(share))) - 1, 0)
+        shares = kept(share)
         # The remainder is less than one per partition that could keep more; the newest get it.
         rest = room - sum(shares)
         for index in reversed(range(len(parts))):
-            if rest > 0 and shares[index] == each < sizes[index]:
+            if rest > 0 and shares[index] == share < sizes[index]:
                 shares[index] += 1
                 rest -= 1
         return shares
@@ -128,9 +128,9 @@ class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remember
         complete = max((stored - done) // self.lag - 1, 0)
         if not self.chunks:
             return complete
-        gone = self.lag - self._fixed
+        dropped = self.lag - self._fixed
         # With its share alone, a short prompt would be cut below the floor.
-        return min(complete, max(stored - self.budget.floor, 0) // gone) if gone > 0 else 0
+        return min(complete, max(stored - self.budget.floor, 0) // dropped) if dropped > 0 else 0
 
     def is_noop(self, layer_idx: int, num_layers: int, stored: tuple[int, ...], state: dict[str, Any]) -> bool:
         if skipped(self.skip_layers, layer_idx, num_layers):
@@ -166,8 +166,8 @@ class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remember
             stay = torch.ones_like(slots, dtype=torch.bool)
             lengths.append(ctx.stored[row])
             if acts[row]:
-                judged[row], own, gone = self._cut(ctx, row, slots, sizes, counts[row], stay)
-                lengths[row] -= gone
+                judged[row], own, dropped = self._cut(ctx, row, slots, sizes, counts[row], stay)
+                lengths[row] -= dropped
             else:
                 own = self._known(ctx, row, sum(sizes))
             scores.append(own)
@@ -225,13 +225,13 @@ class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remember
             # The same tokens are protected in all heads, and stay in all of them.
             protected = [int(part.sum()) for part in must[0].cpu().split(whole)]
         if self.chunks:
-            kept = [*sizes, *(max(self._fixed, held) for held in protected[len(sizes) :])]
+            kept = [*sizes, *(max(self._fixed, least) for least in protected[len(sizes) :])]
         else:
             kept = self.shares(whole, count - self.sinks - (stored - end), protected)
         scores = self._known(ctx, row, done - self.sinks)
         if new:
             rows = slots[:, done : end + self.lag, None]
-            pair = (each[row].gather(1, rows.expand(-1, -1, each.shape[-1])) for each in (ctx.keys, ctx.values))
+            pair = (part[row].gather(1, rows.expand(-1, -1, part.shape[-1])) for part in (ctx.keys, ctx.values))
             scores = torch.cat([scores, self._scores(*pair).flatten(1)], 1)
         ranked = scores if must is None else scores.masked_fill(must, float("inf"))
         best = self._best(ranked, whole, kept)
@@ -252,7 +252,7 @@ class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remember
 
     def _scores(self, keys: Tensor, values: Tensor) -> Tensor:
         dtype = score_dtype(keys.dtype)
-        parts = [each.to(dtype).unflatten(1, (-1, self.lag)) for each in (keys, values)]
+        parts = [part.to(dtype).unflatten(1, (-1, self.lag)) for part in (keys, values)]
         if self.variant == "l2":
             return -parts[0][:, :-1].norm(dim=-1)
         return sum(self._spread(part) for part in parts)  # type: ignore[return-value]

@@ -92,8 +92,8 @@ class PyramidInfer(Propagator, heads="all", query_aware=True):
 
         layers: those that can choose, () for all; if an `interval`-th layer cannot, the next one that can does.
         """
-        before = max((each for each in layers or range(num_layers) if each < layer), default=-1)
-        due = any(each % self.interval == 0 for each in range(max(before + 1, 1), layer + 1))
+        before = max((other for other in layers or range(num_layers) if other < layer), default=-1)
+        due = any(place % self.interval == 0 for place in range(max(before + 1, 1), layer + 1))
         if not due or layer == num_layers - 1:
             return 1.0
         depth = layer / num_layers
@@ -120,7 +120,7 @@ class PyramidInfer(Propagator, heads="all", query_aware=True):
             from_end = real.flip(-1).cumsum(-1).flip(-1).masked_fill(~real, ctx.offered + 1)
         dtype = score_dtype(ctx.query.dtype)
         tail, length = (
-            torch.tensor(each, dtype=dtype)[:, None].to(ctx.keys.device, non_blocking=True) for each in (tails, offered)
+            torch.tensor(part, dtype=dtype)[:, None].to(ctx.keys.device, non_blocking=True) for part in (tails, offered)
         )
         weights = 1 + (self.distance_weight - 1) * (tail - from_end) / (tail - 1).clamp_min(1)
         weights = weights.masked_fill(from_end > tail, 0)[:, -max(tails) :]
@@ -128,10 +128,10 @@ class PyramidInfer(Propagator, heads="all", query_aware=True):
         if ctx.step.turn_start == 0:
             always = always | (from_end > length - self.sinks)
         scores = ctx.ranks.mean(_tail_mass(ctx, weights)[:, -ctx.offered :]).masked_fill(always, float("inf"))
-        held, counts = apply_protection(
+        ranking, counts = apply_protection(
             ctx, scores.masked_fill(from_end > length, float("-inf"))[:, None], counts, insist=True
         )
-        return select_top(held[:, 0], counts)
+        return select_top(ranking[:, 0], counts)
 
 
 def _tail_mass(ctx: LayerContext, weights: Tensor) -> Tensor:
@@ -157,8 +157,8 @@ def _tail_mass(ctx: LayerContext, weights: Tensor) -> Tensor:
         if ctx.valid is not None:
             logits.masked_fill_(~ctx.valid[:, :, None, :end], float("-inf"))
         weight = weights[:, start - first : end - first].repeat(1, groups)[:, None, :, None]
-        each = None if sinks is None else sinks.expand(-1, -1, end - start).reshape(heads, -1, 1)
-        mass = softmax(logits, each).masked_fill_(weight == 0, 0)
+        extra = None if sinks is None else sinks.expand(-1, -1, end - start).reshape(heads, -1, 1)
+        mass = softmax(logits, extra).masked_fill_(weight == 0, 0)
         out[:, :end] += (weight.transpose(-1, -2) @ mass)[:, :, 0].sum(1) / query_heads
     return out
 

@@ -51,7 +51,7 @@ def pyramid_shares(length: int, count: int, floor: int, spare: int, layers: int,
     """Return the entries of each layer, including `spare` outside of the pyramid; see LayerAllocator.divide."""
     line = pyramid(length, spare, count - spare, layers, beta)
     bounds = [max(floor - spare, 0)] * layers, [max(length, count) - spare] * layers
-    return [spare + each for each in allocate(line, (count - spare) * layers, *bounds)]
+    return [spare + share for share in allocate(line, (count - spare) * layers, *bounds)]
 
 
 @register_method(

@@ -57,15 +57,15 @@ class QFilters(ScoredEvictor, heads="own", query_aware=False):
         heads = ctx.keys.shape[1]
         dim = ctx.keys.shape[3]
         layer = self.filters[ctx.layer_idx] if len(self.filters) == ctx.num_layers else ()
-        mine = layer[ctx.ranks.own(len(layer))] if len(layer) == heads * ctx.ranks.size else ()
-        if [len(each) for each in mine] != [dim] * heads:
+        own = layer[ctx.ranks.own(len(layer))] if len(layer) == heads * ctx.ranks.size else ()
+        if [len(vector) for vector in own] != [dim] * heads:
             raise PlanError(
                 f"QFilters: the filters are of {len(self.filters)} layers and do not fit layer {ctx.layer_idx} of "
                 f"{ctx.num_layers} with {heads * ctx.ranks.size} KV heads of {dim}; make those of this model with "
                 "`kvsieve calibrate`"
             )
         keys = ctx.keys.to(score_dtype(ctx.keys.dtype))
-        filters = torch.tensor(mine, dtype=keys.dtype).to(keys.device, non_blocking=True)
+        filters = torch.tensor(own, dtype=keys.dtype).to(keys.device, non_blocking=True)
         scores = (keys @ filters[:, :, None]).squeeze(-1)
         return scores.masked_fill(last_real(ctx, self.recent), float("inf")) if self.recent else scores
 

@@ -36,9 +36,9 @@ class PerLayer(LayerAllocator, heads="own", query_aware=False):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = self.shares.split("/") if isinstance(self.shares, str) else self.shares
+        parts = self.shares.split("/") if isinstance(self.shares, str) else self.shares
         try:
-            shares = tuple(float(share) for share in given)
+            shares = tuple(float(share) for share in parts)
         except (TypeError, ValueError, OverflowError):
             shares = ()
         if not any(shares) or not all(0 <= share < math.inf for share in shares):

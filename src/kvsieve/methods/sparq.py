@@ -85,6 +85,6 @@ class SparQ(BudgetReader, static_shapes=True):
             if asked.sinks is not None:
                 # Shares among entries alone.
                 estimates = estimates / estimates.sum(-1, keepdim=True).clamp_min(torch.finfo(estimates.dtype).tiny)
-            held = estimates.gather(2, entries if self.per_query_head else entries[:, None].expand(-1, groups, -1))
-            blend = held.sum(-1), value_mean(state).update(kv_rows, score_dtype(query.dtype))
+            shares = estimates.gather(2, entries if self.per_query_head else entries[:, None].expand(-1, groups, -1))
+            blend = shares.sum(-1), value_mean(state).update(kv_rows, score_dtype(query.dtype))
         return Choice(entries, blend, metadata_bytes)

@@ -106,8 +106,8 @@ class SpecPrefill(DraftPropagator, heads="all", query_aware=True):
         scores = ctx.ranks.mean(ctx.shared["drafted"])
         ranked = torch.stack([self._by_chunks(row) for row in scores])
         # Protected tokens are kept as well, beyond `keep` if necessary.
-        held, counts = apply_protection(ctx, ranked[:, None], counts, insist=True)
-        return select_top(held[:, 0], counts)
+        ranking, counts = apply_protection(ctx, ranked[:, None], counts, insist=True)
+        return select_top(ranking[:, 0], counts)
 
     def _by_chunks(self, row: Tensor) -> Tensor:
         """Return scores [N] with the mean of its chunk for each token, and +inf for the last ones."""

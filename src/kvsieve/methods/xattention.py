@@ -56,17 +56,17 @@ class XAttention(BlockPrefill, heads="own"):
     def weights(self, ctx: PromptContext) -> Tensor:
         """Return estimated attention weights of blocks, summed over queries, float32 [B, Hq, queries, keys]."""
         grid, stride, (batch, heads) = ctx.grid, self.stride, ctx.keys.shape[:2]
-        asked = grid.padded_queries(ctx.query).unflatten(2, (-1, stride))
+        queries = grid.padded_queries(ctx.query).unflatten(2, (-1, stride))
         keys = grid.padded_keys(ctx.keys, grid.first + grid.query_blocks * grid.own - grid.key_blocks)
         # Keys in reverse order give the same products as queries would, and are fewer.
         keys = keys.unflatten(2, (-1, stride)).flip(3).flatten(3).transpose(2, 3)
         rows = self.queries // stride
         tiles = self.block // stride
-        out = torch.zeros(batch, asked.shape[1], grid.query_blocks, grid.key_blocks, device=keys.device)
+        out = torch.zeros(batch, queries.shape[1], grid.query_blocks, grid.key_blocks, device=keys.device)
         for first in range(0, grid.query_blocks, _PART):
             last = min(first + _PART, grid.query_blocks)
             seen = (grid.first + last * grid.own) * tiles
-            part = asked[:, :, first * rows : last * rows]
+            part = queries[:, :, first * rows : last * rows]
             logits = part.reshape(batch, heads, -1, keys.shape[2]) @ keys[..., :seen]
             logits = ctx.logits(logits.float(), stride).view(*part.shape[:3], seen)
             at = torch.arange(first * rows, last * rows, device=keys.device)[:, None] + grid.first * tiles

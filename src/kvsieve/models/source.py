@@ -55,7 +55,7 @@ _FILES = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model")
 def check_weights(name: str) -> None:
     """Raise ModelLoadError for a directory with unreadable files, which transformers calls missing."""
     folder = Path(os.path.expanduser(name))
-    for file in sorted(each for kind in _FILES for each in folder.glob(kind)):
+    for file in sorted(path for kind in _FILES for path in folder.glob(kind)):
         if reason := unreadable(file):
             raise ModelLoadError(f"cannot load {name!r} from its directory: {file.name} cannot be read ({reason})")
 

@@ -44,8 +44,8 @@ class Budget:
     floor: int = 0
 
     def __post_init__(self) -> None:
-        given = (self.tokens, self.ratio, self.bytes)
-        if sum(each is not None for each in given) != 1:
+        amounts = (self.tokens, self.ratio, self.bytes)
+        if sum(amount is not None for amount in amounts) != 1:
             raise PlanError(
                 f"Budget takes exactly one of tokens=, ratio= and bytes=, got tokens={short(self.tokens)}, "
                 f"ratio={short(self.ratio)} and bytes={short(self.bytes)}"
@@ -126,8 +126,8 @@ class Budget:
                 f"the budget of {self} is in bytes, and how many entries that are is known on a model only: attach the "
                 "plan or call plan.for_model(model), or give a share like '20%' or a number of entries like 2048"
             )
-        asked = self.tokens if self.tokens is not None else max(int(length * (self.ratio or 0.0)), self.floor)
-        return max(asked, minimum)
+        count = self.tokens if self.tokens is not None else max(int(length * (self.ratio or 0.0)), self.floor)
+        return max(count, minimum)
 
     def with_floor(self, floor: int) -> Budget:
         """Return this share with another floor; other budgets unchanged."""

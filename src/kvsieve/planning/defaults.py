@@ -93,7 +93,7 @@ def published(method: str, model: Fingerprint) -> dict[str, Any]:
     if name is None or method not in PAPER or (layers is not None and name not in layers):
         return {}
     layer = {} if layers is None else {parameter: layers[name]}
-    return {**layer, **{each: value for each, value in PAPER[method].items() if each in _OF_MODEL}}
+    return {**layer, **{key: value for key, value in PAPER[method].items() if key in _OF_MODEL}}
 
 
 def layer_at_depth(method: str, layers: int, otherwise: int) -> int:

@@ -31,26 +31,28 @@ def forms(messages: Messages) -> Iterator[list[dict[str, Any]]]:
     Then: parts joined to a text, one per line; every text as a part; arguments of calls as text only; and all of these
     with ids of calls of nine letters and digits.
     """
-    given = [dict(each) for each in messages]
-    found = [given]
-    if any(isinstance(each.get("content"), list) for each in given):
-        found.append(_contents(given, _joined))
-    found.append(_contents(given, _parted))
-    texts = [_with_text_arguments(each) for each in _contents(given, _joined)]
-    if any("tool_calls" in each for each in texts):
+    original = [dict(message) for message in messages]
+    found = [original]
+    if any(isinstance(message.get("content"), list) for message in original):
+        found.append(_contents(original, _joined))
+    found.append(_contents(original, _parted))
+    texts = [_with_text_arguments(message) for message in _contents(original, _joined)]
+    if any("tool_calls" in message for message in texts):
         found.append(texts)
     yield from found
     for form in found:
-        short = [_with_short_ids(each) for each in form]
+        short = [_with_short_ids(message) for message in form]
         if short != form:
             yield short
 
 
 def shows(text: str, messages: Messages) -> bool:
     """Return whether a rendered chat has the texts of its user's messages, and no Python data written out."""
-    said = [part for each in messages if each.get("role") == "user" for part in _texts(each.get("content"))]
-    printed = [str(found) for each in messages for found in _arguments(each) if found and not isinstance(found, str)]
-    if any(isinstance(each.get("content"), list) for each in messages):
+    said = [part for message in messages if message.get("role") == "user" for part in _texts(message.get("content"))]
+    printed = [
+        str(found) for message in messages for found in _arguments(message) if found and not isinstance(found, str)
+    ]
+    if any(isinstance(message.get("content"), list) for message in messages):
         printed += _PRINTED
     # A user may say it, too.
     written = any(mark in text and not any(mark in part for part in said) for mark in printed)
@@ -68,7 +70,9 @@ def _texts(content: Any) -> list[str]:
 
 
 def _contents(messages: list[dict[str, Any]], change: Callable[[Any], Any]) -> list[dict[str, Any]]:
-    return [{**each, "content": change(each["content"])} if "content" in each else each for each in messages]
+    return [
+        {**message, "content": change(message["content"])} if "content" in message else message for message in messages
+    ]
 
 
 def _joined(content: Any) -> Any:
@@ -103,6 +107,6 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
         return message
     calls = [dict(call) for call in message["tool_calls"]]
     for call in calls:
-        if "function" in call and isinstance(given := call["function"].get("arguments"), CallArguments):
-            call["function"] = {**call["function"], "arguments": given.text}
+        if "function" in call and isinstance(arguments := call["function"].get("arguments"), CallArguments):
+            call["function"] = {**call["function"], "arguments": arguments.text}
     return {**message, "tool_calls": calls}

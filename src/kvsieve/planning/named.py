@@ -50,44 +50,46 @@ def plan(
     Raises PlanError, with a suggestion, for an unknown method, parameter or bad value, and for a profile that cannot be
     read or has nothing for the method.
     """
-    roles = {role: each for role, each in (("codec", codec), ("rest", rest), ("prefill", prefill)) if each is not None}
+    roles = {
+        role: value for role, value in (("codec", codec), ("rest", rest), ("prefill", prefill)) if value is not None
+    }
     method, parameters = _split(method, {**parameters, **roles})
     codec, rest, prefill = (parameters.pop(role, None) for role in ("codec", "rest", "prefill"))
     info = method_info(method)
     check_parameters(info, parameters)
-    given = dict(parameters)
-    paper = given.pop("paper", False)
+    values = dict(parameters)
+    paper = values.pop("paper", False)
     if not isinstance(paper, bool):
         raise PlanError(f"{info.name}: paper must be True or False, got {paper!r}")
-    given = _with_floor(info, given, 0 if paper else budgets.FLOOR)
-    if paper and given.get("profile") is not None:
+    values = _with_floor(info, values, 0 if paper else budgets.FLOOR)
+    if paper and values.get("profile") is not None:
         raise PlanError(f"{info.name}: paper=True and profile= are two sources of the same parameters; leave one out")
-    made = _as_in_paper(info, given) if paper else plan_of(info, given)
-    _check_floor(made, parameters.get("floor") or 0)
-    if info.adapts and not paper and given.pop("profile", None) is None:
-        made = dataclasses.replace(made, unset=Unset(info.name, given))
+    result = _as_in_paper(info, values) if paper else plan_of(info, values)
+    _check_floor(result, parameters.get("floor") or 0)
+    if info.adapts and not paper and values.pop("profile", None) is None:
+        result = dataclasses.replace(result, unset=Unset(info.name, values))
     parts: tuple[tuple[str, Any, Callable[[Any], Any], str], ...] = (
         ("codec", codec, codec_of, "is a codec itself"),
         ("rest", rest, rest_of, "keeps the rest itself"),
         ("prefill", prefill, prefill_of, "reads prompts sparsely itself"),
     )
     for role, value, read, clash in parts:
-        if value is not None and vars(made)[role] is not None:
+        if value is not None and vars(result)[role] is not None:
             raise PlanError(f"{info.name} {clash}, got {role}={short(value)} as well; leave one of them out")
         if value is not None:
-            made = dataclasses.replace(made, **{role: read(value)})
-    return made
+            result = dataclasses.replace(result, **{role: read(value)})
+    return result
 
 
 def _as_in_paper(info: MethodInfo, given: Mapping[str, Any]) -> Plan:
     """Return the plan of a method, and of its base if it has one, with the papers' parameters unless given."""
     values = as_in_paper(info, given)
     inner = {name.removeprefix("base."): value for name, value in values.items() if name.startswith("base.")}
-    made = plan_of(info, {**{name: value for name, value in values.items() if "." not in name}, **given})
-    if not inner or not isinstance(made.evict, DelegatingEvictor):
-        return made
-    ranking: Evictor = dataclasses.replace(made.evict.base, **inner)  # type: ignore[type-var]
-    return dataclasses.replace(made, evict=dataclasses.replace(made.evict, base=ranking))
+    result = plan_of(info, {**{name: value for name, value in values.items() if "." not in name}, **given})
+    if not inner or not isinstance(result.evict, DelegatingEvictor):
+        return result
+    ranking: Evictor = dataclasses.replace(result.evict.base, **inner)  # type: ignore[type-var]
+    return dataclasses.replace(result, evict=dataclasses.replace(result.evict, base=ranking))
 
 
 def _split(method: str, parameters: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -126,12 +128,12 @@ def _with_floor(info: MethodInfo, given: Mapping[str, Any], usual: int) -> dict[
     return {**rest, "floor": floor}
 
 
-def _check_floor(made: Plan, floor: int) -> None:
+def _check_floor(whole: Plan, floor: int) -> None:
     """Raise PlanError for a floor of a plan with a budget that is no share and may be smaller."""
-    for budget in (budget for role in made.roles for budget in budgets_of(vars(made)[role])):
+    for budget in (budget for role in whole.roles for budget in budgets_of(vars(whole)[role])):
         if (floor and budget.bytes is not None) or (budget.tokens is not None and budget.tokens < floor):
             raise PlanError(
-                f"{made.name}: floor={floor} is the least that a share keeps, and {budget} is none; give a share like "
+                f"{whole.name}: floor={floor} is the least that a share keeps, and {budget} is none; give a share like "
                 "budget='20%', or leave floor= out"
             )
 
@@ -156,18 +158,18 @@ def crossed(
         PlanError: there are rests, and no method evicts.
     """
     out = []
-    kept = False
-    for name, given in methods:
+    evicts = False
+    for name, settings in methods:
         info = method_info(name)
         example = info.make(**info.example)
         drops = example.evict is not None and example.rest is None and not example.evict.traits.is_view
-        kept = kept or drops
+        evicts = evicts or drops
         for codec in (None,) if info.is_codec else codecs:
             for rest in rests if drops else (None,):
                 for prefill in (None,) if example.prefill is not None else prefills:
                     parts = {"codec": codec, "rest": rest, "prefill": prefill}
-                    out.append((name, {**given, **{role: each for role, each in parts.items() if each is not None}}))
-    if any(rests) and out and not kept:
+                    out.append((name, {**settings, **{role: part for role, part in parts.items() if part is not None}}))
+    if any(rests) and out and not evicts:
         raise PlanError(
             f"rest={next(filter(None, rests))} keeps what an evictor would drop, and none of the methods named has "
             "such a rest; name one that evicts, such as snapkv"
@@ -192,16 +194,18 @@ def rest_of(value: Codec | str) -> Codec:
 
 def codec_of(value: Codec | str) -> Codec:
     """Return a codec, parsing text such as ``kivi:bits=4``. Raises PlanError."""
-    made = value if isinstance(value, Codec) else _alone("codec", value, "kivi:bits=4").codec
-    assert made is not None
-    return made
+    codec = value if isinstance(value, Codec) else _alone("codec", value, "kivi:bits=4").codec
+    assert codec is not None
+    return codec
 
 
 def prefill_of(value: SparsePrefill | str) -> SparsePrefill:
     """Return a SparsePrefill, parsing text such as ``xattention:threshold=0.9``. Raises PlanError."""
-    made = value if isinstance(value, SparsePrefill) else _alone("prefill", value, "xattention:threshold=0.9").prefill
-    assert made is not None
-    return made
+    prefill = (
+        value if isinstance(value, SparsePrefill) else _alone("prefill", value, "xattention:threshold=0.9").prefill
+    )
+    assert prefill is not None
+    return prefill
 
 
 def _alone(role: str, value: Any, example: str) -> Plan:
@@ -211,10 +215,10 @@ def _alone(role: str, value: Any, example: str) -> Plan:
     specs = split_specs(value)
     if len(specs) != 1:
         raise PlanError(f"{role}= takes one {role}, got {value!r}")
-    ((name, given),) = specs
+    ((name, settings),) = specs
     info = method_info(name)
     if info.roles != (role,):
-        known = [each for each in list_methods() if method_info(each).roles == (role,)]
+        known = [method for method in list_methods() if method_info(method).roles == (role,)]
         raise role_error(info.name, role, known)
-    check_parameters(info, given)
-    return info.make(**given)
+    check_parameters(info, settings)
+    return info.make(**settings)

@@ -86,7 +86,7 @@ def _parts(hint: Any) -> tuple[Any, ...] | None:
     """Return the kinds of one annotation; None if one of them is not checked here."""
     origin = typing.get_origin(hint)
     if origin in (Union, types.UnionType):
-        parts = [_parts(each) for each in typing.get_args(hint)]
+        parts = [_parts(kind) for kind in typing.get_args(hint)]
         return None if None in parts else tuple(kind for part in parts if part is not None for kind in part)
     if origin is Literal:
         return (typing.get_args(hint),)
@@ -96,5 +96,5 @@ def _parts(hint: Any) -> tuple[Any, ...] | None:
 def inherited_fields(kind: type[Any], base: type[Any]) -> frozenset[str]:
     """Return the fields of a dataclass that it inherits from `base` without redeclaring them."""
     own = kind.__dataclass_fields__
-    theirs = base.__dataclass_fields__
-    return frozenset(name for name, each in own.items() if each is theirs.get(name))
+    of_base = base.__dataclass_fields__
+    return frozenset(name for name, field in own.items() if field is of_base.get(name))

@@ -45,8 +45,8 @@ def _made(name: str, value: dict[str, Any]) -> Any:
     if role is None:
         raise PlanError(f"cannot read a plan with {name}={kind!r}: not a role class of this version of kvsieve")
     fields = {
-        field: _made(field, given) if isinstance(given, dict) and "type" in given else given
-        for field, given in value.items()
+        field: _made(field, part) if isinstance(part, dict) and "type" in part else part
+        for field, part in value.items()
         if field != "type"
     }
     try:

@@ -104,7 +104,7 @@ class Plan:
     @property
     def codecs(self) -> tuple[Codec, ...]:
         """`codec` and `rest`, if set."""
-        return tuple(each for each in (self.codec, self.rest) if each is not None)
+        return tuple(codec for codec in (self.codec, self.rest) if codec is not None)
 
     @property
     def budgets_in_bytes(self) -> bool:
@@ -160,8 +160,8 @@ class Plan:
 
     def queries(self, length: int) -> int:
         """Return `window` for a prompt of `length` tokens: the least size of the last chunk of a chunked prefill."""
-        asked = (0 if self.rest is None else ASKED, 0 if self.propagate is None else self.propagate.queries(length))
-        return max(self.window, *asked)
+        sizes = (0 if self.rest is None else ASKED, 0 if self.propagate is None else self.propagate.queries(length))
+        return max(self.window, *sizes)
 
     def caution(self, num_layers: int) -> str | None:
         """Return a warning before the plan runs on a model of `num_layers` layers."""

@@ -61,8 +61,8 @@ class ProtectedTokens:
         total = protected.sum(-1)
         for part, count in enumerate(counts.T, 1):
             inside = segments == part
-            asked = torch.minimum(count, inside.sum(-1))
-            total = total + (asked - (inside & protected).sum(-1)).clamp_min(0)
+            quota = torch.minimum(count, inside.sum(-1))
+            total = total + (quota - (inside & protected).sum(-1)).clamp_min(0)
         return total.tolist()
 
     def is_missing(self, width: int, index: Tensor, valid: Tensor | None) -> bool:
@@ -75,8 +75,8 @@ class ProtectedTokens:
         """
         protected, quotas = self.at(index, valid)
         if protected is not None and self.protected is not None:
-            asked = self.protected[:, :width].sum(-1, keepdim=True).to(index.device)
-            if bool((protected.sum(-1) < asked).any()):
+            total = self.protected[:, :width].sum(-1, keepdim=True).to(index.device)
+            if bool((protected.sum(-1) < total).any()):
                 return True
         if quotas is None or self.segments is None:
             return False
@@ -95,8 +95,8 @@ class ProtectedTokens:
         """
         protected = _both(self.protected, other.protected, torch.logical_or)
         if self.segments is None or other.segments is None:
-            mine = self if other.segments is None else other
-            return ProtectedTokens(protected, _both(self.segments, other.segments, torch.add), mine.counts)
+            divided = self if other.segments is None else other
+            return ProtectedTokens(protected, _both(self.segments, other.segments, torch.add), divided.counts)
         assert self.counts is not None and other.counts is not None
         old = _wider(self.segments, other.segments.shape[1])
         if bool(((old > 0) & (other.segments > 0)).any()):
@@ -136,11 +136,11 @@ def lost(protected: Tensor | None, quotas: Quotas | None, indices: Tensor, real:
         real: bool [B, X, K], False for filler; None for none.
     """
     if protected is not None:
-        held = _chosen(protected, indices, real).sum(-1)
+        after = _chosen(protected, indices, real).sum(-1)
         before = protected.sum(-1).repeat_interleave(indices.shape[1] // protected.shape[1], 1)
-        gone = int((before - held).max())
-        if gone > 0:
-            return f"it drops {gone} protected entries of a head: it does not honour protect="
+        missing = int((before - after).max())
+        if missing > 0:
+            return f"it drops {missing} protected entries of a head: it does not honour protect="
     if quotas is not None:
         parts = quotas.counts.shape[1]
         before = _sizes(quotas.segment, parts).repeat_interleave(indices.shape[1] // quotas.segment.shape[1], 1)

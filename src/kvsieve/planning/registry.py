@@ -59,7 +59,7 @@ class MethodInfo:
     @property
     def parameters(self) -> dict[str, Any]:
         """Parameter names and their defaults, including options shared by all evictors, and `profile`."""
-        own = {name: each.default for name, each in inspect.signature(self.make).parameters.items()}
+        own = {name: parameter.default for name, parameter in inspect.signature(self.make).parameters.items()}
         profile = {"profile": None} if _CALIBRATED.intersection(own) and "profile" not in own else {}
         paper = {"paper": False} if self.part is None and (self.adapts or self.name in PAPER) else {}
         floor = {"floor": budgets.FLOOR} if self.takes_floor else {}
@@ -68,9 +68,9 @@ class MethodInfo:
     @property
     def takes_floor(self) -> bool:
         """True for a method with shares, as budgets or besides them."""
-        made = self.make(**self.example)
+        plan = self.make(**self.example)
         return "floor" in inspect.signature(self.make).parameters or any(
-            True for role in made.roles for _ in budgets_of(vars(made)[role])
+            True for role in plan.roles for _ in budgets_of(vars(plan)[role])
         )
 
     @property
@@ -87,9 +87,9 @@ class MethodInfo:
     @property
     def shared_options(self) -> dict[str, Any]:
         """Options of the plan's evictor and reader that the function for the plan need not list."""
-        made = self.make(**self.example)
+        plan = self.make(**self.example)
         taken = inspect.signature(self.make).parameters
-        return {name: each for name, each in shared_options(made.evict, made.read).items() if name not in taken}
+        return {name: value for name, value in shared_options(plan.evict, plan.read).items() if name not in taken}
 
     def of_parent(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the parent's parameters that this method inherits; all of them without a parent."""
@@ -126,7 +126,7 @@ _SHARED = ("skip_layers", "every", "newest", "sparse_questions")
 
 def shared_options(*parts: Role | None) -> dict[str, Any]:
     """Return the options common to all evictors or readers, with their values in these roles."""
-    fields = [(part, {each.name for each in dataclasses.fields(part)}) for part in parts if part is not None]  # type: ignore[arg-type]
+    fields = [(part, {field.name for field in dataclasses.fields(part)}) for part in parts if part is not None]  # type: ignore[arg-type]
     return {name: vars(part)[name] for part, names in fields for name in _SHARED if name in names}
 
 
@@ -183,7 +183,7 @@ def register_method(
         if key in _METHODS:
             raise PlanError(f"a method named {name!r} is registered already, by {_METHODS[key].make.__module__}")
         make: Callable[..., Plan] = _maker(made, budget) if isinstance(made, type) else made
-        required = [each.name for each in inspect.signature(make).parameters.values() if each.default is each.empty]
+        required = [entry.name for entry in inspect.signature(make).parameters.values() if entry.default is entry.empty]
         missing = [parameter for parameter in required if parameter not in (rarely.get("example") or {})]
         if missing:
             raise PlanError(
@@ -210,12 +210,12 @@ def _maker(kind: type[Any], budget: Budget | str | float | None) -> Callable[...
             f"Propagator, Reader, SparsePrefill or Codec (put @register_method above @dataclass), got {kind.__name__}"
         )
     fixed = {} if budget is None else {"budget": budget}
-    fields = {each.name: each for each in dataclasses.fields(kind) if each.init}
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     names = [*(name for name in fields if name not in _SHARED), *(name for name in _SHARED if name in fields)]
 
     def make(**given: Any) -> Plan:
-        made = kind(**{**fixed, **given})
-        return made.plan() if role is None else Plan(**{role: made})
+        part = kind(**{**fixed, **given})
+        return part.plan() if role is None else Plan(**{role: part})
 
     parameters = []
     for name in names:
@@ -273,5 +273,5 @@ def check_complete(info: MethodInfo, given: Mapping[str, Any]) -> None:
     """Raise PlanError for a missing required parameter."""
     for name, default in info.parameters.items():
         if default is inspect.Parameter.empty and name not in given:
-            example = ", ".join(f"{each}={value!r}" for each, value in info.example.items())
+            example = ", ".join(f"{parameter}={value!r}" for parameter, value in info.example.items())
             raise PlanError(f"{info.name} needs {name}=, e.g. plan({info.name!r}, {example})")

@@ -73,13 +73,13 @@ def quota_columns(quotas: Sequence[Any], numbers: Tensor) -> tuple[Tensor, Tenso
     rows = _per_row(quotas, len(numbers), _is_quota, "quotas", "[((0, 40), 10), ((40, 90), '20%')]")
     segments = torch.zeros_like(numbers, dtype=torch.int32)
     counts = torch.zeros(len(rows), max(map(len, rows), default=0), dtype=torch.int64)
-    for row, given in enumerate(rows):
-        for place, (span, asked) in enumerate(given):
+    for row, spans in enumerate(rows):
+        for place, (span, quota) in enumerate(spans):
             inside = _inside(span, numbers[row], row, "quotas")
             if bool((segments[row][inside] > 0).any()):
                 raise InputError(f"quotas: the span {tuple(span)} of row {row} overlaps another; make them disjoint")
             try:
-                count = Budget.parse(asked).entries(span[1] - span[0])
+                count = Budget.parse(quota).entries(span[1] - span[0])
             except PlanError as error:
                 raise InputError(f"quotas: {tuple(span)} of row {row}: {error}") from None
             if count > span[1] - span[0]:
@@ -120,9 +120,9 @@ def role_spans(
     """
     if isinstance(roles, str):
         roles = (roles,)
-    if not isinstance(roles, (list, tuple)) or not all(isinstance(each, str) for each in roles):
+    if not isinstance(roles, (list, tuple)) or not all(isinstance(role, str) for role in roles):
         raise InputError(f"roles must be names such as ('system',), got {short(roles)}")
-    if not isinstance(messages, (list, tuple)) or not all(isinstance(each, dict) for each in messages):
+    if not isinstance(messages, (list, tuple)) or not all(isinstance(message, dict) for message in messages):
         raise InputError(f"messages must be a list like [{{'role': 'user', 'content': 'hi'}}], got {short(messages)}")
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(f"roles {', '.join(roles)}: the tokenizer has no chat template; give token spans instead")
@@ -173,12 +173,12 @@ def _inside(span: Span, numbers: Tensor, row: int, name: str) -> Tensor:
 def _per_row(given: Any, batch: int, is_one: Callable[[Any], bool], name: str, example: str) -> list[list[Any]]:
     """Return a list for each row, from one for all or one per row."""
     if isinstance(given, (list, tuple)):
-        if all(is_one(each) for each in given):
+        if all(is_one(part) for part in given):
             return [list(given)] * batch
-        if all(isinstance(each, (list, tuple)) and all(is_one(one) for one in each) for each in given):
+        if all(isinstance(part, (list, tuple)) and all(is_one(one) for one in part) for part in given):
             if len(given) != batch:
                 raise InputError(f"{name} has lists for {len(given)} rows, the prompt has {batch}: give one per row")
-            return [list(each) for each in given]
+            return [list(part) for part in given]
     raise InputError(f"{name} is a list like {example}, or one such list per row; got {short(given)}")
 
 

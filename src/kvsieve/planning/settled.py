@@ -37,10 +37,10 @@ def settled(plan: Plan, model: Any, tokenizer: Any) -> Plan:
     given = unset.given
     before = plan_of(info, given)
     after = _on_model(info, given, shape, digits_per_token(tokenizer))
-    mine = {role: vars(plan)[role] for role in ROLES if vars(plan)[role] != vars(before)[role]}
-    parts = [part for each in (plan, after) if each.filled is not None for part in each.filled.parts]
+    changes = {role: vars(plan)[role] for role in ROLES if vars(plan)[role] != vars(before)[role]}
+    parts = [part for source in (plan, after) if source.filled is not None for part in source.filled.parts]
     filled = SettledParameters(tuple(parts)) if parts else None
-    return dataclasses.replace(after, **mine, name=plan.name, filled=filled)
+    return dataclasses.replace(after, **changes, name=plan.name, filled=filled)
 
 
 def plan_of(info: MethodInfo, given: Mapping[str, Any]) -> Plan:
@@ -51,17 +51,17 @@ def plan_of(info: MethodInfo, given: Mapping[str, Any]) -> Plan:
     floor = parameters.get("floor")
     if "floor" not in inspect.signature(info.make).parameters:
         parameters.pop("floor", None)
-    made = info.make(**parameters)
+    plan = info.make(**parameters)
     if floor is not None:
-        made = dataclasses.replace(made, **{role: with_floor(vars(made)[role], floor) for role in made.roles})
+        plan = dataclasses.replace(plan, **{role: with_floor(vars(plan)[role], floor) for role in plan.roles})
     changed: dict[str, Any] = {}
-    parts: dict[str, Role | None] = {"evict": made.evict, "read": made.read}
+    parts: dict[str, Role | None] = {"evict": plan.evict, "read": plan.read}
     for role, part in parts.items():
-        mine = shared.keys() & shared_options(part)
-        if part is not None and mine:
-            changed[role] = dataclasses.replace(part, **{name: shared[name] for name in mine})  # type: ignore[type-var]
-    made = dataclasses.replace(made, **changed)
-    return dataclasses.replace(made, name=info.name, profile=profile.fingerprint if profile else made.profile)
+        names = shared.keys() & shared_options(part)
+        if part is not None and names:
+            changed[role] = dataclasses.replace(part, **{name: shared[name] for name in names})  # type: ignore[type-var]
+    plan = dataclasses.replace(plan, **changed)
+    return dataclasses.replace(plan, name=info.name, profile=profile.fingerprint if profile else plan.profile)
 
 
 def settled_role(role: Role, model: Any, tokenizer: Any = None) -> Plan:
@@ -71,22 +71,22 @@ def settled_role(role: Role, model: Any, tokenizer: Any = None) -> Plan:
     in a Plan, in contrast, is used unchanged.
     """
     (place,) = (name for name, base in ROLES.items() if name != "rest" and isinstance(role, base))
-    made: dict[str, Any] = {place: role}
-    plan = Plan(**made)
-    kind = next((each for each in type(role).__mro__ if method_of(each) is not None), None)
+    roles: dict[str, Any] = {place: role}
+    plan = Plan(**roles)
+    kind = next((base for base in type(role).__mro__ if method_of(base) is not None), None)
     info = None if kind is None else method_of(kind)
     if kind is None or info is None or not info.adapts or info.part is not None:
         return plan
     own = vars(role)
-    usual = {each.name: each.default for each in dataclasses.fields(kind)}
+    usual = {field.name: field.default for field in dataclasses.fields(kind)}
     given = {name: own[name] for name in info.parameters if name in usual and own[name] != usual[name]}
     came = _on_model(info, given, Fingerprint.of(model), digits_per_token(tokenizer))
     inherited = inherited_fields(type(role), kind)
-    parts = [(where, {name: each for name, each in values.items() if name in inherited})
+    parts = [(where, {name: value for name, value in values.items() if name in inherited})
              for where, values in (came.filled.parts if came.filled is not None else ())]  # fmt: skip
     filled = SettledParameters(tuple(part for part in parts if part[1]))
-    made[place] = dataclasses.replace(role, **filled.values)  # type: ignore[type-var]
-    return dataclasses.replace(plan, **made, filled=filled if filled.parts else None)
+    roles[place] = dataclasses.replace(role, **filled.values)  # type: ignore[type-var]
+    return dataclasses.replace(plan, **roles, filled=filled if filled.parts else None)
 
 
 def all_parameters(method: str, given: Mapping[str, Any], filled: SettledParameters | None = None) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def label_parameters(method: str, given: Mapping[str, Any], filled: SettledParam
     """
     info = method_info(method)
     paper = as_in_paper(info, given) if given.get("paper") else {}
-    named = {name: each for name, each in given.items() if name not in {"paper", *paper}}
+    named = {name: value for name, value in given.items() if name not in {"paper", *paper}}
     if named.get("floor") == 0:
         del named["floor"]
     for name, value in {**paper, **(filled.values if filled is not None else {})}.items():
@@ -163,28 +163,28 @@ def _on_model(info: MethodInfo, given: Mapping[str, Any], model: Fingerprint, di
         check_parameters(info, measured)
         if profile is not None and info.part is not None:
             measured = {"profile": profile.name}
-            made = plan_of(info, {**given, "profile": profile})
+            plan = plan_of(info, {**given, "profile": profile})
         else:
-            made = plan_of(info, {**derived, **paper, **measured, **given})
+            plan = plan_of(info, {**derived, **paper, **measured, **given})
     except PlanError as error:
         raise PlanError(f"{info.name} with the parameters of {where or _DERIVED}: {error}") from error
     if measured and profile is not None:
         parts.append((where, measured))
-        made = dataclasses.replace(made, profile=profile.fingerprint)
+        plan = dataclasses.replace(plan, profile=profile.fingerprint)
     if paper:
         parts.append((f"its paper, for a model of {paper_model(model)}'s shape", paper))
     if derived:
         parts.append((_DERIVED, derived))
     base = {**info.parameters, **given}.get("base")
-    if isinstance(base, str) and method_info(base).adapts and isinstance(made.evict, DelegatingEvictor):
-        own = made.evict.base
+    if isinstance(base, str) and method_info(base).adapts and isinstance(plan.evict, DelegatingEvictor):
+        own = plan.evict.base
         inner = _on_model(method_info(base), {"budget": own.budget}, model, digits)
         assert inner.evict is not None
         ranking: Evictor = dataclasses.replace(inner.evict, **shared_options(own))  # type: ignore[type-var]
-        made = dataclasses.replace(made, evict=dataclasses.replace(made.evict, base=ranking), profile=inner.profile)
+        plan = dataclasses.replace(plan, evict=dataclasses.replace(plan.evict, base=ranking), profile=inner.profile)
         found = inner.filled.parts if inner.filled is not None else ()
         parts += [(source, {f"base.{name}": value for name, value in values.items()}) for source, values in found]
-    return dataclasses.replace(made, filled=SettledParameters(tuple(parts)) if parts else None)
+    return dataclasses.replace(plan, filled=SettledParameters(tuple(parts)) if parts else None)
 
 
 def _profile_for(info: MethodInfo, model: Fingerprint) -> tuple[str, Profile | None]:
@@ -219,7 +219,7 @@ def profiled(info: MethodInfo, given: Mapping[str, Any]) -> tuple[dict[str, Any]
     profile = load_profile(source)
     if info.takes_profile:
         return {**parameters, "profile": profile}, profile
-    held = held_parameters(info, profile)
-    found = profile.for_method(info.name) if held is None else held
+    own = held_parameters(info, profile)
+    found = profile.for_method(info.name) if own is None else own
     check_parameters(info, found)
     return {**found, **parameters}, profile

@@ -22,19 +22,21 @@ def split_specs(text: str) -> list[tuple[str, dict[str, Any]]]:
     specs = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         method, _, settings = part.partition(":")
-        specs.append((method.strip(), parse_settings([each for each in _PARAMETER.split(settings) if each.strip()])))
+        specs.append(
+            (method.strip(), parse_settings([setting for setting in _PARAMETER.split(settings) if setting.strip()]))
+        )
     return specs
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
     """Return the parameters of texts ``name=value``. Raises PlanError for a malformed one."""
-    given: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name.strip():
             raise PlanError(f"a parameter is written name=value, e.g. tsp_rate=0.2, got {pair!r}")
-        given[name.strip().replace("-", "_")] = _value(value.strip())
-    return given
+        parameters[name.strip().replace("-", "_")] = _value(value.strip())
+    return parameters
 
 
 def _value(text: str) -> Any:

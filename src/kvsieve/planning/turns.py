@@ -50,10 +50,10 @@ def render(
         InputError: the template refuses the chat.
     """
     if not parse_special:
-        messages = [_all_escaped(tokenizer, dict(each)) for each in messages]
-        tools = None if tools is None else [_all_escaped(tokenizer, dict(each)) for each in tools]
+        messages = [_all_escaped(tokenizer, dict(message)) for message in messages]
+        tools = None if tools is None else [_all_escaped(tokenizer, dict(tool)) for tool in tools]
     more: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
-    made: list[str] = []
+    texts: list[str] = []
     failed: list[Exception] = []
     for form in forms(messages):
         try:
@@ -63,10 +63,10 @@ def render(
             continue
         if shows(text, form):
             return text
-        made.append(text)
-    if made:
+        texts.append(text)
+    if texts:
         # Some omit or rewrite a user's text; callers that depend on it check.
-        return made[0]
+        return texts[0]
     raise InputError(f"the model's chat template refuses the prompt: {failed[0]}") from failed[0]
 
 
@@ -75,11 +75,11 @@ def _all_escaped(tokenizer: Any, part: Any) -> Any:
     if isinstance(part, str):
         return escaped(tokenizer, part)
     if isinstance(part, CallArguments):
-        values = {escaped(tokenizer, name): _all_escaped(tokenizer, each) for name, each in part.items()}
+        values = {escaped(tokenizer, name): _all_escaped(tokenizer, value) for name, value in part.items()}
         return CallArguments(values, escaped(tokenizer, part.text))
     if isinstance(part, Mapping):
-        return {_all_escaped(tokenizer, name): _all_escaped(tokenizer, each) for name, each in part.items()}
-    return [_all_escaped(tokenizer, each) for each in part] if isinstance(part, list) else part
+        return {_all_escaped(tokenizer, name): _all_escaped(tokenizer, value) for name, value in part.items()}
+    return [_all_escaped(tokenizer, item) for item in part] if isinstance(part, list) else part
 
 
 def escaped(tokenizer: Any, text: str) -> str:
@@ -128,7 +128,7 @@ def prompt_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], parse_spec
     """
     if getattr(tokenizer, "chat_template", None):
         return token_ids(tokenizer, render(tokenizer, messages, parse_special=parse_special))
-    return plain_ids(tokenizer, "\n\n".join(str(each["content"]) for each in messages), parse_special)
+    return plain_ids(tokenizer, "\n\n".join(str(message["content"]) for message in messages), parse_special)
 
 
 def plain_ids(tokenizer: Any, text: str, parse_special: bool = False) -> list[int]:
@@ -207,8 +207,8 @@ def special_ids(tokenizer: Any) -> set[int]:
 
 def stop_ids(tokenizer: Any, *stops: Any) -> frozenset[int]:
     """Return the tokens that end an answer: the tokenizer's, the template's end of turn, and `stops` (ids or lists)."""
-    listed = [each if isinstance(each, (list, tuple)) else [each] for each in stops]
-    ends = {tokenizer.eos_token_id, end_of_turn(tokenizer), *(one for each in listed for one in each)}
+    listed = [stop if isinstance(stop, (list, tuple)) else [stop] for stop in stops]
+    ends = {tokenizer.eos_token_id, end_of_turn(tokenizer), *(one for group in listed for one in group)}
     return frozenset(end for end in ends if end is not None)
 
 
@@ -255,8 +255,8 @@ class Turns:
             said[-1] = {"role": "assistant", "content": mark}
             start = True
         end = f"{mark}-end"
-        asked = {"role": "user", "content": f"{content}{end}" if open_end else content}
-        whole = render(self.tokenizer, [*said, asked])
+        question = {"role": "user", "content": f"{content}{end}" if open_end else content}
+        whole = render(self.tokenizer, [*said, question])
         if open_end:
             whole, found, _ = whole.rpartition(end)
             if not found:

@@ -107,7 +107,7 @@ def _load_or_compile(name: Name) -> Library:
     if not folders.usable:
         return Library(None, f"compiled kernels have no folder: {'; '.join(folders.refused)}")
     source = _FOLDER / f"{name}.c"
-    texts = source.read_text(), *(each.read_text() for each in sorted(_FOLDER.glob("*.h")))
+    texts = source.read_text(), *(header.read_text() for header in sorted(_FOLDER.glob("*.h")))
     identity = "\n".join((*texts, *_FLAGS, compiler, platform.machine(), processor(), torch.__version__))
     paths = [folder / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so" for folder in folders.usable]
     for path in paths:
@@ -197,20 +197,20 @@ def _compile(compiler: str, source: Path, path: Path) -> None:
         tool = _CompilerCommand(compiler, Path(folder))
         flags = _FLAGS
         try:
-            made = tool.compile(source, flags)
+            compiled = tool.compile(source, flags)
         except subprocess.CalledProcessError:
             flags = tool.accepted(_FLAGS)
             if flags == _FLAGS:
                 raise
-            made = tool.compile(source, flags)
+            compiled = tool.compile(source, flags)
         # OpenMP comes from torch, to share its threads; a separate library would have its own.
         try:
-            out = tool.link(made)
+            out = tool.link(compiled)
         except (OSError, subprocess.CalledProcessError):
             if "-fopenmp" not in flags:
                 raise
             try:
-                out = tool.link(made, "-fopenmp")
+                out = tool.link(compiled, "-fopenmp")
             except (OSError, subprocess.CalledProcessError):
                 out = tool.link(tool.compile(source, tuple(flag for flag in flags if flag != "-fopenmp")))
         os.chmod(out, 0o700)
@@ -227,15 +227,15 @@ class _CompilerCommand:
 
     def compile(self, source: Path, flags: tuple[str, ...]) -> Path:
         """Compile to an object file. Raises CalledProcessError."""
-        made = self._folder / "kernels.o"
-        self._run(*flags, "-c", str(source), "-o", str(made))
-        return made
+        path = self._folder / "kernels.o"
+        self._run(*flags, "-c", str(source), "-o", str(path))
+        return path
 
-    def link(self, made: Path, *flags: str) -> Path:
+    def link(self, compiled: Path, *flags: str) -> Path:
         """Link a library that loads here. Raises CalledProcessError, or OSError if it does not load."""
         out = self._folder / f"kernels{len(flags)}.so"
         later = ("-Wl,-undefined,dynamic_lookup",) if sys.platform == "darwin" else ()
-        self._run("-shared", *later, *flags, str(made), "-o", str(out), "-lm")
+        self._run("-shared", *later, *flags, str(compiled), "-o", str(out), "-lm")
         ctypes.CDLL(str(out))
         return out
 

@@ -47,14 +47,14 @@ def fit_levels(x: Tensor, levels: Tensor, starts: Sequence[float], *, products: 
     Returns:
         float32 [..., 1]; NaN or infinite where a vector is.
     """
-    made = torch.empty(*x.shape[:-1], 1)
+    scale = torch.empty(*x.shape[:-1], 1)
     positive = levels[len(levels) // 2 :].contiguous()
-    given = torch.tensor(starts)
-    job = _Fields(vectors=made.numel(), size=x.shape[-1], half=len(positive), begins=len(given))
+    factors = torch.tensor(starts)
+    job = _Fields(vectors=scale.numel(), size=x.shape[-1], half=len(positive), begins=len(factors))
     job.products = products
-    job.x, job.levels, job.starts, job.scale = x.data_ptr(), positive.data_ptr(), given.data_ptr(), made.data_ptr()
+    job.x, job.levels, job.starts, job.scale = x.data_ptr(), positive.data_ptr(), factors.data_ptr(), scale.data_ptr()
     _kernels()[0](byref(job), torch.get_num_threads())
-    return made
+    return scale
 
 
 def code_levels(x: Tensor, borders: Tensor) -> Tensor:
@@ -64,11 +64,11 @@ def code_levels(x: Tensor, borders: Tensor) -> Tensor:
         x: float32 [..., size], contiguous.
         borders: float32 [L - 1], midpoints of adjacent levels; L is one of 4, 8, 16.
     """
-    made = torch.empty(x.shape, dtype=torch.uint8)
+    codes = torch.empty(x.shape, dtype=torch.uint8)
     job = _Fields(vectors=x.numel() // max(x.shape[-1], 1), size=x.shape[-1], half=(len(borders) + 1) // 2)
-    job.x, job.borders, job.codes = x.data_ptr(), borders.data_ptr(), made.data_ptr()
+    job.x, job.borders, job.codes = x.data_ptr(), borders.data_ptr(), codes.data_ptr()
     _kernels()[1](byref(job), torch.get_num_threads())
-    return made
+    return codes
 
 
 def shapes(x: Tensor, levels: int) -> bool:
@@ -86,13 +86,13 @@ def shape_codes(x: Tensor, metric: Tensor, rows: Tensor, levels: Tensor, codes: 
         codes: uint8 [N, T, D], contiguous.
         rounds: times that each code is chosen.
     """
-    made = torch.empty(*x.shape[:-1], 1)
+    scale = torch.empty(*x.shape[:-1], 1)
     positive = levels[len(levels) // 2 :].contiguous()
-    job = _Fields(vectors=made.numel(), size=x.shape[-1], half=len(positive), each=x.shape[1], rounds=rounds)
+    job = _Fields(vectors=scale.numel(), size=x.shape[-1], half=len(positive), each=x.shape[1], rounds=rounds)
     job.x, job.metric, job.rows, job.levels = x.data_ptr(), metric.data_ptr(), rows.data_ptr(), positive.data_ptr()
-    job.scale, job.codes = made.data_ptr(), codes.data_ptr()
+    job.scale, job.codes = scale.data_ptr(), codes.data_ptr()
     _kernels()[2](byref(job), torch.get_num_threads())
-    return made
+    return scale
 
 
 @functools.cache

@@ -41,9 +41,9 @@ def read_use() -> Use | None:
     try:
         with open("/proc/stat") as file:
             lines = [line.split() for line in iter(file.readline, "") if line.startswith("cpu")]
-        mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
         # user, nice, system, then interrupts; 3 and 4 are idle, and 7 is time that a hypervisor gave to others.
-        ticks = sum(int(line[at]) for line in lines if line[0] in mine for at in (1, 2, 3, 6, 7))
+        ticks = sum(int(line[at]) for line in lines if line[0] in own for at in (1, 2, 3, 6, 7))
         return Use(time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time())
     except (OSError, ValueError, IndexError, AttributeError):
         return None

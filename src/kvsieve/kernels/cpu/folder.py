@@ -29,8 +29,8 @@ class KernelFolders:
 
     def __str__(self) -> str:
         """Name the folder in use, and why it is not `cache_folder`."""
-        kept = str(self.usable[0]) if self.usable else "none"
-        return kept if kept == str(cache_folder()) else f"{kept}: {'; '.join(self.refused)}"
+        folder = str(self.usable[0]) if self.usable else "none"
+        return folder if folder == str(cache_folder()) else f"{folder}: {'; '.join(self.refused)}"
 
 
 def kernel_folders() -> KernelFolders:

@@ -63,7 +63,7 @@ def query_mass(
     heads = keys.shape[1]
     length = keys.shape[2]
     entries = length if entries is None else entries
-    query, keys = (_in_pairs(each) for each in (asked.query, keys))
+    query, keys = (_in_pairs(part) for part in (asked.query, keys))
     # Only dimensions that differ between entries have to be adjacent in memory.
     visible = visible if visible.stride(-1) == 1 and visible.shape[-1] == length else _spread(visible, length)
     visible = visible.expand(batch, heads, count, length)
@@ -74,8 +74,8 @@ def query_mass(
     )
     pairs = query.new_empty(batch * heads * -(-length // _TILE) * _TILE * dim)
     fields = _MassFields(
-        *(None if each is None else each.data_ptr() for each in (query, keys, visible, weights, sinks)),
-        *(each.data_ptr() for each in (out, norms, pairs)),
+        *(None if tensor is None else tensor.data_ptr() for tensor in (query, keys, visible, weights, sinks)),
+        *(tensor.data_ptr() for tensor in (out, norms, pairs)),
         *(*query.stride()[:3], *keys.stride()[:3], *visible.stride()[:3]),
         *((0, 0, 0) if weights is None else weights.stride()),
         *(batch, query_heads, heads, count, length, entries, dim, largest),

@@ -172,20 +172,20 @@ def _run(
     rows, groups, dim, wide = shape
     per_row = 0
     splits = 0
-    asked: list[Tensor | None] = [None] * 5
+    inputs: list[Tensor | None] = [None] * 5
     if encoded is not None:
         per_row = encoded.table.shape[1]
         # Keeps every thread busy until the end.
         splits = max(1, min(per_row, -(-4 * asked_threads() // rows)))
-        asked = [encoded.query, encoded.base, None, encoded.table, encoded.fills]
+        inputs = [encoded.query, encoded.base, None, encoded.table, encoded.fills]
     if exact is not None:
         splits += 1
-        asked[2] = exact.query
-    held = [None if part is None else part.contiguous() for part in (*asked, ends[0])]
+        inputs[2] = exact.query
+    tensors = [None if part is None else part.contiguous() for part in (*inputs, ends[0])]
     acc = torch.empty(rows, splits, groups, wide)
     top, total = torch.empty(2, rows, splits, groups)
     job = _Job(
-        *map(_address, (*held, acc, top, total, ends[1])),
+        *map(_address, (*tensors, acc, top, total, ends[1])),
         *(rows, per_row, groups, tokens, splits, dim, wide),
         cap or 0.0,
         encoded is not None and encoded.narrow,
@@ -195,7 +195,7 @@ def _run(
     if _kernel()(byref(job), keys, values, None if exact_fields is None else byref(exact_fields)):
         raise MemoryError("attention over encoded entries could not allocate its scratch, less than a MiB per thread")
     # The tensors had to stay alive until here.
-    del held, kept
+    del tensors, kept
     return acc, top, total
 
 

@@ -81,7 +81,7 @@ def block_attention(
     pairs = query.new_empty(batch * heads * places * (dim + wide))
     strides = (*query.stride()[:3], *keys.stride()[:3], *values.stride()[:3])
     fields = _PromptFields(
-        *(each.data_ptr() for each in (query, keys, values, out, lists, counts)),
+        *(tensor.data_ptr() for tensor in (query, keys, values, out, lists, counts)),
         None if sinks is None else sinks.data_ptr(),
         pairs.data_ptr(),
         None,
@@ -111,7 +111,7 @@ def few_attention(asked: Queries, keys: Tensor, values: Tensor) -> Tensor:
     sinks = None if asked.sinks is None else asked.sinks.float().contiguous()
     out = query.new_empty(batch, new, query_heads, values.shape[-1])
     fields = _PromptFields(
-        *(each.data_ptr() for each in (query, keys, values, out)),
+        *(tensor.data_ptr() for tensor in (query, keys, values, out)),
         sinks=None if sinks is None else sinks.data_ptr(),
         batch=batch,
         query_heads=query_heads,

@@ -98,12 +98,12 @@ def built() -> Library:
 
 def _scratch(size: int) -> Tensor:
     """Return at least `size` bytes, aligned to a cache line."""
-    held: Tensor | None = getattr(_OWN, "scratch", None)
-    if held is None or held.numel() < size:
+    scratch: Tensor | None = getattr(_OWN, "scratch", None)
+    if scratch is None or scratch.numel() < size:
         whole = torch.zeros(max(size, 1 << 16) + 64, dtype=torch.uint8)
         start = -whole.data_ptr() % 64
-        held = _OWN.scratch = whole[start : start + whole.numel() - 64]
-    return held
+        scratch = _OWN.scratch = whole[start : start + whole.numel() - 64]
+    return scratch
 
 
 @functools.cache

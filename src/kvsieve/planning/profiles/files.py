@@ -103,7 +103,7 @@ def profiles_of(model: Fingerprint) -> Iterator[tuple[str, Profile]]:
             found.append((another, -file.stat().st_mtime, file.name, profile))
         except (OSError, UnicodeDecodeError, PlanError) as error:
             warnings.warn(f"a profile of this model is left out: {error}", KvsieveWarning, stacklevel=2)
-    for *_, name, profile in sorted(found, key=lambda each: each[:3]):
+    for *_, name, profile in sorted(found, key=lambda entry: entry[:3]):
         if profile.fingerprint == model:
             yield f"your profile {name}", profile
     for name in shipped_profiles():

@@ -59,12 +59,12 @@ class Fingerprint:
         )
 
     def differences(self, other: Fingerprint) -> list[str]:
-        names = [each.name for each in fields(self) if each.compare]
+        names = [field.name for field in fields(self) if field.compare]
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 
     @property
     def digest(self) -> str:
-        shape = [getattr(self, each.name) for each in fields(self) if each.compare]
+        shape = [getattr(self, field.name) for field in fields(self) if field.compare]
         return hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:12]
 
     def __str__(self) -> str:

@@ -51,7 +51,7 @@ class Profile:
         return dict(self.parameters[method])
 
     def to_dict(self) -> dict[str, Any]:
-        parts = {each.name: getattr(self, each.name) for each in fields(self)}
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
         parts["fingerprint"] = asdict(self.fingerprint)
         return {"format": FORMAT, **{name: part for name, part in parts.items() if part is not None}}
 
@@ -66,13 +66,13 @@ class Profile:
                 f"with {HOW_TO_MAKE}"
             )
         try:
-            parts = {each.name: data[each.name] for each in fields(cls) if each.name in data}
+            parts = {field.name: data[field.name] for field in fields(cls) if field.name in data}
             parts["fingerprint"] = Fingerprint(**parts["fingerprint"])
             shape = parts["fingerprint"]
             for name in ("parameters", "measured", "text", "environment"):
                 if not isinstance(parts.get(name, {}), dict):
                     raise TypeError(f"{name} is not an object")
-            if not all(isinstance(each, dict) for each in parts.get("parameters", {}).values()):
+            if not all(isinstance(settings, dict) for settings in parts.get("parameters", {}).values()):
                 raise TypeError("parameters are not objects")
             for name, depth in (("heads", 2), ("q_filters", 3)):
                 if parts.get(name) is not None:
@@ -100,16 +100,16 @@ def numbers(nested: Any, depth: int) -> Any:
         return float(nested)
     if isinstance(nested, str) or not isinstance(nested, Sequence):
         raise TypeError(f"{nested!r} is not a list")
-    return tuple(numbers(each, depth - 1) for each in nested)
+    return tuple(numbers(part, depth - 1) for part in nested)
 
 
 def _json(value: Any, indent: str = "") -> str:
     inner = indent + " "
     if isinstance(value, Mapping) and value:
-        lines = [f"{inner}{json.dumps(str(name))}: {_json(each, inner)}" for name, each in value.items()]
+        lines = [f"{inner}{json.dumps(str(name))}: {_json(part, inner)}" for name, part in value.items()]
         return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
-    if isinstance(value, (list, tuple)) and any(isinstance(each, (list, tuple)) for each in value):
-        return "[\n" + ",\n".join(inner + _json(each, inner) for each in value) + f"\n{indent}]"
-    if isinstance(value, (list, tuple)) and any(isinstance(each, Mapping) for each in value):
-        return "[\n" + ",\n".join(inner + json.dumps(each, allow_nan=False) for each in value) + f"\n{indent}]"
+    if isinstance(value, (list, tuple)) and any(isinstance(part, (list, tuple)) for part in value):
+        return "[\n" + ",\n".join(inner + _json(part, inner) for part in value) + f"\n{indent}]"
+    if isinstance(value, (list, tuple)) and any(isinstance(part, Mapping) for part in value):
+        return "[\n" + ",\n".join(inner + json.dumps(part, allow_nan=False) for part in value) + f"\n{indent}]"
     return json.dumps(value, allow_nan=False)

@@ -53,7 +53,7 @@ class Traits:
 
 # Traits that a subclass does not inherit.
 _OWN: dict[str, Any] = {"heads": None, "query_aware": None, "fixed_counts": False}
-_TRAITS = frozenset(each.name for each in dataclasses.fields(Traits))
+_TRAITS = frozenset(field.name for field in dataclasses.fields(Traits))
 # Public role classes by their `role_name`.
 _CLASSES: dict[str, type[Role]] = {}
 

@@ -36,16 +36,16 @@ class DelegatingEvictor(Evictor):
 
     @property
     def traits(self) -> Traits:
-        mine = self.TRAITS
+        own = self.TRAITS
         base = self.base.traits
-        scopes = {mine.heads, base.heads}
-        aware = {mine.query_aware, base.query_aware}
+        scopes = {own.heads, base.heads}
+        aware = {own.query_aware, base.query_aware}
         return Traits(
-            needs=tuple(dict.fromkeys((*mine.needs, *base.needs))),
+            needs=tuple(dict.fromkeys((*own.needs, *base.needs))),
             heads=None if None in scopes else "all" if "all" in scopes else "own",
-            ragged=mine.ragged or base.ragged,
-            is_view=mine.is_view or base.is_view,
-            recuts=mine.recuts or base.recuts,
+            ragged=own.ragged or base.ragged,
+            is_view=own.is_view or base.is_view,
+            recuts=own.recuts or base.recuts,
             takes_quotas=base.takes_quotas,
             query_aware=None if None in aware else True in aware,
         )

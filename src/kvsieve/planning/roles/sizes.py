@@ -71,4 +71,4 @@ def _changed(role: R, change: Callable[[Budget], Budget]) -> R:
 def _fields(role: Role | None) -> dict[str, Any]:
     if role is None or not dataclasses.is_dataclass(role):
         return {}
-    return {each.name: vars(role).get(each.name) for each in dataclasses.fields(role)}
+    return {field.name: vars(role).get(field.name) for field in dataclasses.fields(role)}
