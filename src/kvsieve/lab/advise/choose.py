@@ -102,7 +102,7 @@ def ranked(candidates: Sequence[Candidate], limits: PlanLimits) -> list[Candidat
     The best has the least memory if the loss is limited, else the least loss; plans that lose long answers of full KV
     come last.
     """
-    fine = [each for each in candidates if each.acted and not misses(each, limits)]
+    fine = [candidate for candidate in candidates if candidate.acted and not misses(candidate, limits)]
 
     def order(one: Candidate) -> tuple[Any, ...]:
         time = one.tpot_ratio or 1.0
@@ -113,31 +113,31 @@ def ranked(candidates: Sequence[Candidate], limits: PlanLimits) -> list[Candidat
 
 def nearest(candidates: Sequence[Candidate], limits: PlanLimits) -> tuple[Candidate, dict[str, float]]:
     """Return the plan that acted and exceeds its limits by the least factor, and the limits it exceeds."""
-    acted = [each for each in candidates if each.acted]
+    acted = [candidate for candidate in candidates if candidate.acted]
     best = min(acted, key=lambda one: (max(misses(one, limits).values(), default=0.0), one.loss))
     return best, misses(best, limits)
 
 
 def on_frontier(one: Candidate, candidates: Sequence[Candidate]) -> bool:
     """Return whether no other plan is at least as good in loss, memory and time, and better in one of them."""
-    mine = _costs(one)
-    rest = [_costs(each) for each in candidates if each is not one and each.acted]
+    costs = _costs(one)
+    rest = [_costs(candidate) for candidate in candidates if candidate is not one and candidate.acted]
     return one.acted and not any(
-        all(a <= b for a, b in zip(other, mine, strict=True)) and other != mine for other in rest
+        all(a <= b for a, b in zip(other, costs, strict=True)) and other != costs for other in rest
     )
 
 
 def plan_line(setting: MethodSetting) -> str:
     """Return the Python call that makes the plan."""
-    given = {**setting.given, **({} if setting.budget is None else {"budget": setting.given.get("budget")})}
-    shown = "".join(f", {name}={value!r}" for name, value in given.items() if value is not None)
+    parameters = {**setting.given, **({} if setting.budget is None else {"budget": setting.given.get("budget")})}
+    shown = "".join(f", {name}={value!r}" for name, value in parameters.items() if value is not None)
     return f"kvsieve.plan({setting.method!r}{shown})"
 
 
 def size(count: float) -> str:
-    for unit, each in (("GiB", 2**30), ("MiB", 2**20)):
-        if count >= each:
-            return f"{count / each:.2f} {unit}"
+    for unit, bytes_per in (("GiB", 2**30), ("MiB", 2**20)):
+        if count >= bytes_per:
+            return f"{count / bytes_per:.2f} {unit}"
     return f"{count / 2**10:.1f} KiB"
 
 

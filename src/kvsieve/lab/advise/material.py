@@ -73,8 +73,8 @@ class AdviceMaterial:
 
     def probe_samples(self, samples: int, length: int, seed: int, count: Count) -> list[Drawn]:
         """Return samples of the probes that are not among the tasks."""
-        others = [task for task in self.probes if task.name not in {each.name for each in self.tasks}]
-        return [each for task in others for each in _draw(task, 0, samples, length, seed, count)]
+        others = [task for task in self.probes if task.name not in {known.name for known in self.tasks}]
+        return [sample for task in others for sample in _draw(task, 0, samples, length, seed, count)]
 
 
 def built_in() -> AdviceMaterial:
@@ -141,11 +141,11 @@ def _draw(task: Task, part: int, samples: int, length: int, seed: int, count: Co
 def _parts(task: DocumentTask) -> tuple[list[int], list[int]]:
     """Return the questions used to choose a plan, and the held-out ones, from other documents if there are enough."""
     every = range(len(task))
-    chosen, held = ([index for index in every if task.document(index) % 2 == part] for part in (0, 1))
-    if min(len(chosen), len(held)) < _ENOUGH:
+    chosen, held_out = ([index for index in every if task.document(index) % 2 == part] for part in (0, 1))
+    if min(len(chosen), len(held_out)) < _ENOUGH:
         chosen = [*every[::2]]
-        held = [*every[1::2]]
-    return chosen, held
+        held_out = [*every[1::2]]
+    return chosen, held_out
 
 
 def _caution(task: DocumentTask) -> str | None:
@@ -155,13 +155,13 @@ def _caution(task: DocumentTask) -> str | None:
             f"{task.title} has too few questions to choose a plan by some and state its loss by others: got "
             f"{len(task)}, expected at least {_LEAST}; add questions, about this document or others"
         )
-    chosen, held = _parts(task)
-    documents = [{task.document(index) for index in part} for part in (chosen, held)]
+    chosen, held_out = _parts(task)
+    documents = [{task.document(index) for index in part} for part in (chosen, held_out)]
     shared = documents[0] & documents[1]
     count = len(set.union(*documents))
     about = "one document" if count == 1 else f"{count} documents"
-    asked = f"{len(task)} questions about {about}: some choose the plan, the others state its loss"
-    few = "and little of other questions" if len(held) < _FEW else ""
+    questions = f"{len(task)} questions about {about}: some choose the plan, the others state its loss"
+    few = "and little of other questions" if len(held_out) < _FEW else ""
     if shared:
-        return f"{asked}; nothing is known of other documents {few}".rstrip()
-    return f"{asked}; little is known of other documents" if len(held) < _ENOUGH else None
+        return f"{questions}; nothing is known of other documents {few}".rstrip()
+    return f"{questions}; little is known of other documents" if len(held_out) < _ENOUGH else None

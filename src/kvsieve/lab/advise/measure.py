@@ -56,8 +56,8 @@ class Losses:
         tokens = record.prompt_tokens - record.question
         for layer, entries in record.kept.items():
             if evict is not None and entries - record.question < tokens:
-                asked = evict.entries(tokens, NEW_TOKENS)
-                self.kept.setdefault(layer, []).append((entries - record.question) / asked)
+                expected = evict.entries(tokens, NEW_TOKENS)
+                self.kept.setdefault(layer, []).append((entries - record.question) / expected)
 
     def mean(self, values: Mapping[str, Sequence[float]], tasks: Sequence[str]) -> float:
         return fmean(fmean(values[task]) for task in tasks)
@@ -68,9 +68,9 @@ class Losses:
         out = {}
         for task in PROBES:
             pairs = zip(self.full_score.get(task, ()), self.score.get(task, ()), strict=True)
-            given = [(full, mine) for full, mine in pairs if full >= _GIVEN]
-            if given:
-                out[task] = sum(mine < full - _LESS for full, mine in given), len(given)
+            answered = [(full, reduced) for full, reduced in pairs if full >= _GIVEN]
+            if answered:
+                out[task] = sum(reduced < full - _LESS for full, reduced in answered), len(answered)
         return out
 
 
@@ -88,11 +88,11 @@ def measure_losses(
 ) -> list[Losses]:
     """Run samples under all settings; the first is full KV."""
     found = [Losses() for _ in settings]
-    for each in drawn:
-        step(each.task)
-        outcomes = evaluator.run(each.sample, [one.plan for one in settings], question)
+    for draw in drawn:
+        step(draw.task)
+        outcomes = evaluator.run(draw.sample, [one.plan for one in settings], question)
         for losses, one, outcome in zip(found, settings, outcomes, strict=True):
-            losses.add(each.task, one.plan, outcome, outcomes[0])
+            losses.add(draw.task, one.plan, outcome, outcomes[0])
     return found
 
 
@@ -116,8 +116,12 @@ def measure_times(
     return [
         Times(
             tpot=median(tokens[place]),
-            tpot_ratio=median(mine["tpot"] / full["tpot"] for mine, full in zip(rows[place], rows[0], strict=True)),
-            ttft_ratio=median(mine["ttft"] / full["ttft"] for mine, full in zip(rows[place], rows[0], strict=True)),
+            tpot_ratio=median(
+                reduced["tpot"] / full["tpot"] for reduced, full in zip(rows[place], rows[0], strict=True)
+            ),
+            ttft_ratio=median(
+                reduced["ttft"] / full["ttft"] for reduced, full in zip(rows[place], rows[0], strict=True)
+            ),
         )
         for place in range(len(settings))
     ]

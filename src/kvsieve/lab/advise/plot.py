@@ -23,16 +23,16 @@ def frontier_png(advice: Advice) -> bytes:
 
 def draw(advice: Advice) -> Figure:
     """Draw a panel over the KV bytes at the context, and one over the time per token if measured."""
-    shown = [each for each in advice.candidates if each.acted]
-    timed = all(each.tpot_ratio is not None for each in shown)
-    labels = list(dict.fromkeys(each.setting.label for each in shown))
+    shown = [candidate for candidate in advice.candidates if candidate.acted]
+    timed = all(candidate.tpot_ratio is not None for candidate in shown)
+    labels = list(dict.fromkeys(candidate.setting.label for candidate in shown))
     look = looks(labels)
     figure = new_figure(9.6 if timed else 6.4, 3.6)
     panels = figure.subplots(1, 2 if timed else 1, squeeze=False)[0]
-    _panel(panels[0], advice, shown, look, [each.kv_bytes / 2**20 for each in shown])
+    _panel(panels[0], advice, shown, look, [candidate.kv_bytes / 2**20 for candidate in shown])
     panels[0].set_xlabel(f"KV of one prompt of {advice.context} tokens (MiB, computed)")
     if timed:
-        _panel(panels[1], advice, shown, look, [each.tpot_ratio or 1.0 for each in shown])
+        _panel(panels[1], advice, shown, look, [candidate.tpot_ratio or 1.0 for candidate in shown])
         panels[1].set_xlabel(f"time per token at {advice.measured_at} tokens, ratio to full KV")
     panels[0].set_ylabel(f"KL to full KV at {advice.measured_at} tokens\n(nats per token of the answer)")
     handles = [panels[0].plot([], [], look[name].marker, color=look[name].colour)[0] for name in labels]
@@ -50,8 +50,8 @@ def _panel(axes: Axes, advice: Advice, shown: list[Candidate], look: dict[str, L
     axes.plot([x for x, _ in best], [y for _, y in best], color="#bbbbbb", linewidth=1.0, zorder=1)
     chosen = None if advice.choice is None else advice.choice.plan.setting
     for x, one in zip(across, shown, strict=True):
-        mine = look[one.setting.label]
-        axes.plot(x, max(one.loss, _LEAST), mine.marker, color=mine.colour, markersize=5, zorder=2)
+        point = look[one.setting.label]
+        axes.plot(x, max(one.loss, _LEAST), point.marker, color=point.colour, markersize=5, zorder=2)
         if one.setting == chosen:
             axes.plot(x, max(one.loss, _LEAST), "o", color="none", markeredgecolor="#222222", markersize=12, zorder=3)
     if advice.limits.loss is not None:

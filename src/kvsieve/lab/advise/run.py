@@ -91,7 +91,8 @@ class Advice:
             if self.nearest is None
             else {"plan": self.nearest[0].described(), "misses_by_factor": self.nearest[1]},
             "candidates": [
-                {**each.described(), "on_frontier": on_frontier(each, self.candidates)} for each in self.candidates
+                {**candidate.described(), "on_frontier": on_frontier(candidate, self.candidates)}
+                for candidate in self.candidates
             ],
             "not_tried": self.not_tried,
             "caution": self.caution,
@@ -138,19 +139,19 @@ def advise(
     if announce is not None:
         announce(length, forecast(options, settings, per_part, length, found, batch))
     first = material.drawn(0, options.samples, length, options.seed, count)
-    held = material.drawn(1, options.samples, length, options.seed, count)
+    held_out = material.drawn(1, options.samples, length, options.seed, count)
     probes = material.probe_samples(options.samples, length, options.seed, count)
-    total = len(first) + len(probes) + len(held) + options.cost_samples * len(settings)
+    total = len(first) + len(probes) + len(held_out) + options.cost_samples * len(settings)
     steps = _Steps(progress, total)
 
     losses = measure_losses(evaluator, [*first, *probes], settings, options.question, steps)
     times = measure_times(evaluator, settings, length, options.cost_samples, steps) if options.cost_samples else None
-    tasks = list(dict.fromkeys(each.task for each in first))
+    tasks = list(dict.fromkeys(sample.task for sample in first))
     measured = [
         candidate(evaluator, one, losses[i], times[i] if times else None, context=options.context, tasks=tasks)
         for i, one in enumerate(settings)
     ]
-    choice, second = _chosen(evaluator, measured, losses, held, options, steps)
+    choice, second = _chosen(evaluator, measured, losses, held_out, options, steps)
     if choice is not None and choice.plan.loses:
         survive = _survival(evaluator, choice.plan, measured, [*first, *probes], options.question)
         choice = RecommendedPlan(choice.plan, choice.loss, choice.interval, choice.documents, survive=survive)
@@ -187,17 +188,17 @@ def _chosen(
     finalists = ranked(measured, options.limits)[:_FINALISTS]
     if not finalists:
         return None, None
-    settings = [measured[0].setting, *(each.setting for each in finalists)]
+    settings = [measured[0].setting, *(finalist.setting for finalist in finalists)]
     again = measure_losses(evaluator, held, settings, options.question, steps)[1:]
     missed = []
-    for one, mine in zip(finalists, again, strict=True):
+    for one, repeated in zip(finalists, again, strict=True):
         known = losses[measured.index(one)]
-        groups = list(mine.loss.values())
-        spread = [[*mine.loss[task], *known.loss[task]] for task in mine.loss]
+        groups = list(repeated.loss.values())
+        spread = [[*repeated.loss[task], *known.loss[task]] for task in repeated.loss]
         loss, low, high = prediction_interval(groups, spread)
         missing = misses(one, options.limits, loss)
         if not missing:
-            lost = {task: _added(one.lost, mine.lost, task) for task in {**one.lost, **mine.lost}}
+            lost = {task: _added(one.lost, repeated.lost, task) for task in {**one.lost, **repeated.lost}}
             plan = Candidate(**{**vars(one), "lost": lost})
             return RecommendedPlan(plan, loss, (low, high), len(held)), None
         missed.append((max(missing.values()), one, missing))
@@ -206,8 +207,8 @@ def _chosen(
 
 
 def _added(one: dict[str, tuple[int, int]], other: dict[str, tuple[int, int]], task: str) -> tuple[int, int]:
-    lost, given = zip(one.get(task, (0, 0)), other.get(task, (0, 0)), strict=True)
-    return sum(lost), sum(given)
+    lost, answers = zip(one.get(task, (0, 0)), other.get(task, (0, 0)), strict=True)
+    return sum(lost), sum(answers)
 
 
 def _survival(
@@ -215,30 +216,30 @@ def _survival(
 ) -> dict[str, str | None]:
     """Return the smallest larger budget of the plan's method that loses none, for each kind of long answer it loses."""
     lost = [task for task, (count, _) in chosen.lost.items() if count]
-    mine = chosen.setting
-    share = mine.plan.evict.budget.ratio if mine.plan.evict is not None else None
+    recommended = chosen.setting
+    share = recommended.plan.evict.budget.ratio if recommended.plan.evict is not None else None
     found: dict[str, dict[float, tuple[str, bool]]] = {task: {} for task in lost}
-    others = [each.setting for each in measured if each.setting.label == mine.label]
-    if share is not None and "budget" in mine.parameters:
+    others = [candidate.setting for candidate in measured if candidate.setting.label == recommended.label]
+    if share is not None and "budget" in recommended.parameters:
         model = evaluator.model
         tokenizer = evaluator.prompter.tokenizer
-        known = {each.budget for each in others}
-        larger = [{**mine.given, "budget": budget} for budget in _LARGER if budget not in known]
-        extra = [setting(mine.method, given).for_model(model, tokenizer) for given in larger]
-        extra = [each for each in extra if _share(each) > share]
+        known = {other.budget for other in others}
+        larger = [{**recommended.given, "budget": budget} for budget in _LARGER if budget not in known]
+        extra = [setting(recommended.method, parameters).for_model(model, tokenizer) for parameters in larger]
+        extra = [candidate for candidate in extra if _share(candidate) > share]
         full = measured[0].setting
-        asked = [each for each in drawn if each.task in lost]
-        extra_losses = measure_losses(evaluator, asked, [full, *extra], question, lambda what: None)[1:]
-        for each, losses in zip(extra, extra_losses, strict=True):
+        samples = [sample for sample in drawn if sample.task in lost]
+        extra_losses = measure_losses(evaluator, samples, [full, *extra], question, lambda what: None)[1:]
+        for larger_setting, losses in zip(extra, extra_losses, strict=True):
             for task, (count, _) in losses.lost.items():
-                found[task][_share(each)] = str(each.budget), not count
+                found[task][_share(larger_setting)] = str(larger_setting.budget), not count
     for one in measured:
         if one.setting in others and one.acted:
             for task in lost:
                 if task in one.lost and _share(one.setting) > (share or 0):
                     found[task][_share(one.setting)] = str(one.setting.budget), not one.lost[task][0]
     return {
-        task: next((budget for _, (budget, kept) in sorted(by_share.items()) if kept), None)
+        task: next((budget for _, (budget, loses_none) in sorted(by_share.items()) if loses_none), None)
         for task, by_share in found.items()
     }
 

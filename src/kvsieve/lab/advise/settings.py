@@ -38,9 +38,9 @@ def candidates(evaluator: Evaluator, options: AdviceOptions) -> tuple[list[Metho
             continue
         try:
             budgets = _budgets(evaluator, options, method, given)
-            parameters = [_without_binding_floor(method, {**given, **each}, options.context) for each in budgets]
-            made = [setting(method, each).for_model(model, tokenizer) for each in parameters]
-            for one in made:
+            parameters = [_without_binding_floor(method, {**given, **budget}, options.context) for budget in budgets]
+            settings = [setting(method, chosen).for_model(model, tokenizer) for chosen in parameters]
+            for one in settings:
                 check_model(model, one.plan)
                 least_memory_at(evaluator, one.plan, options.context)
         except KvsieveError as error:
@@ -49,7 +49,7 @@ def candidates(evaluator: Evaluator, options: AdviceOptions) -> tuple[list[Metho
             left_out.append(f"{method}: {error}")
             continue
         limit = options.limits.memory
-        for one in made:
+        for one in settings:
             bytes_there = least_memory_at(evaluator, one.plan, options.context)
             # The entries missing in deep layers are known only by measuring.
             if limit is not None and bytes_there > limit and one.plan.propagate is None:
@@ -79,7 +79,7 @@ def _without_binding_floor(method: str, given: dict[str, Any], context: int) -> 
     """
     usual = plan(method, **given)
     measured = plan_without_floor(method, **given)
-    budgets = [[budget for role in made.roles for budget in budgets_of(vars(made)[role])] for made in (usual, measured)]
+    budgets = [[budget for role in part.roles for budget in budgets_of(vars(part)[role])] for part in (usual, measured)]
     shares = [(one, other) for one, other in zip(*budgets, strict=True) if one.ratio is not None]
     binds = any(one.entries(context) != other.entries(context) for one, other in shares)
     return {**given, "floor": 0} if binds else given
@@ -97,7 +97,7 @@ def _budgets(
     share = _largest_share(evaluator, options, method, given)
     # The smallest if none fits; the report states that.
     shares = [share * part for part in _PARTS if share * part > 0.005] or [1 / _STEPS]
-    return [{"budget": f"{100 * each:.3g}%"} for each in shares]
+    return [{"budget": f"{100 * share:.3g}%"} for share in shares]
 
 
 def _largest_share(evaluator: Evaluator, options: AdviceOptions, method: str, given: Mapping[str, Any]) -> float:

@@ -66,18 +66,18 @@ def run_length(
     """
     batch = left_padded(rows, filler)
     counted: dict[str, dict[str, Any]] = {}
-    for each in contenders:
-        tell(f"warm-up: {each.name}")
-        prompt = batch if each.pads else rows[0]
-        if limits is None or not each.here:
-            each.run(prompt, new_tokens)
+    for contender in contenders:
+        tell(f"warm-up: {contender.name}")
+        prompt = batch if contender.pads else rows[0]
+        if limits is None or not contender.here:
+            contender.run(prompt, new_tokens)
             continue
-        counted[each.name] = _counted(each, prompt, new_tokens, model, limits)
-    samples: Samples = {each.name: [] for each in contenders}
+        counted[contender.name] = _counted(contender, prompt, new_tokens, model, limits)
+    samples: Samples = {contender.name: [] for contender in contenders}
     for turn in range(rounds):
         first = turn % len(contenders)
-        for each in (*contenders[first:], *contenders[:first]):
-            samples[each.name].append(measure(each, batch, rows, new_tokens))
+        for contender in (*contenders[first:], *contenders[:first]):
+            samples[contender.name].append(measure(contender, batch, rows, new_tokens))
         tell(f"round {turn + 1} of {rounds}")
         yield {
             "prompt_tokens": [row.ids.shape[1] for row in rows],
@@ -160,8 +160,8 @@ def metrics(sample: dict[str, Any], new_tokens: int) -> dict[str, float | None]:
             "tokens_per_s": rows * new_tokens / _seconds(run, new_tokens),
         }
     if len(alone) > 1:
-        decoding = sum(each["tpot_s"] for each in alone)
-        whole = sum(_seconds(each, new_tokens) for each in alone)
+        decoding = sum(row["tpot_s"] for row in alone)
+        whole = sum(_seconds(row, new_tokens) for row in alone)
         out |= {
             "alone_decode_tokens_per_s": len(alone) / decoding,
             "alone_tokens_per_s": len(alone) * new_tokens / whole,

@@ -122,14 +122,14 @@ class PeerMethod:
 
     def run(self, prompt: TokensPrompt, new_tokens: int, work: Work | None = None) -> Run:
         length = prompt.ids.shape[1]
-        kept = None if self.budget is None else self.budget.entries(length)
-        run = self.peer.run(prompt.ids.tolist(), new_tokens, self.method, kept, self.options)
+        entries = None if self.budget is None else self.budget.entries(length)
+        run = self.peer.run(prompt.ids.tolist(), new_tokens, self.method, entries, self.options)
         run.pop("tokens")
-        acted = kept is None or kept < length
+        acted = entries is None or entries < length
         return {
             **run,
             "applied": acted,
-            "notes": [] if acted else [f"nothing was dropped: {kept} of {length} may stay"],
+            "notes": [] if acted else [f"nothing was dropped: {entries} of {length} may stay"],
         }
 
     def describe(self) -> dict[str, Any]:

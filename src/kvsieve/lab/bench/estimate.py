@@ -70,7 +70,7 @@ def estimate(geometry: Geometry, plan: Plan, tokens: int, *, batch: int = 1, ele
     seen = _tokens_per_layer(plan, geometry, tokens)
     kept = [_entries(plan, index, layers, seen[index], tokens) for index in range(len(layers))]
     row_bytes = [
-        _row_bytes(plan, geometry, index, *each, element_bytes, seen[index]) for index, each in enumerate(kept)
+        _row_bytes(plan, geometry, index, *entry, element_bytes, seen[index]) for index, entry in enumerate(kept)
     ]
     if plan.rest is not None:
         kept = [(seen[index], sets) for index, (_, sets) in enumerate(kept)]
@@ -144,12 +144,12 @@ def _entries(plan: Plan, index: int, layers: tuple[Layer, ...], seen: int, token
     kind = layer.kind
     if not kind.grows:
         # One entry less than the window: the next token brings the last one.
-        held = {"window": min(seen, (kind.span or 1) - 1), "chunk": min(seen, tokens % (kind.span or 1))}
-        return held.get(kind.entries, 0), 1
+        stored = {"window": min(seen, (kind.span or 1) - 1), "chunk": min(seen, tokens % (kind.span or 1))}
+        return stored.get(kind.entries, 0), 1
     if not isinstance(plan.evict, ScoredEvictor) or skipped(plan.evict.skip_layers, index, len(layers)):
         return seen, 1
-    kept = min(seen, plan.evict.entries(tokens))
-    return kept, plan.evict.stored_heads(1, layer.groups) if kept < seen else 1
+    entries = min(seen, plan.evict.entries(tokens))
+    return entries, plan.evict.stored_heads(1, layer.groups) if entries < seen else 1
 
 
 def _row_bytes(
@@ -160,15 +160,15 @@ def _row_bytes(
     shape = geometry.shapes[index]
     if not layer.kind.grows:
         return entries * layer.kv_elements * sets * element_bytes
-    held: float = entries * layer.kv_elements * element_bytes
+    set_bytes: float = entries * layer.kv_elements * element_bytes
     if plan.codec is None and plan.rest is None:
-        return round(sets * held)
+        return round(sets * set_bytes)
     from kvsieve.hf.model.memory import aside_bytes, encoded_bytes
 
     aside = 0 if plan.rest is None else seen - entries
     if plan.codec is not None:
-        held = encoded_bytes(plan.codec, shape, entries, element_bytes, aside=aside)
-    return round(sets * held + aside_bytes(plan, shape, aside))
+        set_bytes = encoded_bytes(plan.codec, shape, entries, element_bytes, aside=aside)
+    return round(sets * set_bytes + aside_bytes(plan, shape, aside))
 
 
 def _pairs(layer: Layer, tokens: int, keys: int) -> float:

@@ -62,18 +62,18 @@ class Footprint:
         # An evictor drops entries once the whole prompt is stored, and a codec beside it encodes the rest.
         codec = None if plan.evict is not None else plan.codec
         exact = MIN_ROOM if codec is None else MIN_ROOM + codec.block + min(chunk, tokens)
-        size = sum(layer_bytes(Plan(codec=codec), each, self.element, tokens, most=True) for each in self.shapes)
-        size += sum(layer_bytes(Plan(), each, self.element, exact) for each in self.shapes if each.kind.grows)
+        size = sum(layer_bytes(Plan(codec=codec), shape, self.element, tokens, most=True) for shape in self.shapes)
+        size += sum(layer_bytes(Plan(), shape, self.element, exact) for shape in self.shapes if shape.kind.grows)
         return size if plan.read is None else round(size * (1 + _INDEX))
 
     def work(self, plan: Plan, tokens: int, chunk: int) -> int:
         """Return the peak bytes of a pass over a chunk of one row, after `tokens` tokens."""
         # A store that grows is copied; an encoded one is decoded, and joined with its newest entries.
-        layer = max(layer_bytes(Plan(), each, self.element, tokens) for each in self.shapes)
+        layer = max(layer_bytes(Plan(), shape, self.element, tokens) for shape in self.shapes)
         copies = 1 if plan.codec is None else 3
         numbers = 2 * min(chunk, tokens) * self.outputs + (tokens * self.outputs if plan.propagate else 0)
         chooses = any(part is not None for part in (plan.propagate, plan.evict, plan.read, plan.prefill))
-        heads = max(each.query_heads for each in self.shapes)
+        heads = max(shape.query_heads for shape in self.shapes)
         scores = 4 * _SCORES * tokens * heads if chooses else 0
         if plan.prefill is not None or (plan.evict is not None and plan.evict.when.observes):
             # Weights of a whole chunk, block by block.

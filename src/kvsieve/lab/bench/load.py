@@ -74,13 +74,13 @@ class LoadTest:
             return [self.ask(prompt) for prompt in mine]
 
         with ThreadPoolExecutor(clients) as pool:
-            found = [each for answers in pool.map(one, prompts) for each in answers]
+            found = [answer for answers in pool.map(one, prompts) for answer in answers]
         out = {"clients": clients, "requests": len(found), **_summary(found)}
         if clients == 1 and self.again:
             again = [self.ask(prompt) for prompt in prompts[0]]
             out["again"] = {
-                "ttft_s": _spread([each.ttft_s for each in again]),
-                "cached_tokens": _middle([each.cached_tokens for each in again]),
+                "ttft_s": _spread([answer.ttft_s for answer in again]),
+                "cached_tokens": _middle([answer.cached_tokens for answer in again]),
             }
         return out
 
@@ -114,17 +114,17 @@ def load_test(
 
 
 def _summary(found: Sequence[Completed]) -> dict[str, Any]:
-    seconds = max(each.ended for each in found) - min(each.began for each in found)
-    tokens = sum(each.new_tokens for each in found)
+    seconds = max(answer.ended for answer in found) - min(answer.began for answer in found)
+    tokens = sum(answer.new_tokens for answer in found)
     return {
         "seconds": round(seconds, 5),
         "new_tokens": tokens,
         "tokens_per_s": round(tokens / seconds, 2),
         "requests_per_s": round(len(found) / seconds, 4),
-        "ttft_s": _spread([each.ttft_s for each in found]),
-        "tpot_s": _spread([each.tpot_s for each in found if each.tpot_s is not None]),
-        "prompt_tokens": _middle([each.prompt_tokens for each in found]),
-        "cached_tokens": _middle([each.cached_tokens for each in found]),
+        "ttft_s": _spread([answer.ttft_s for answer in found]),
+        "tpot_s": _spread([answer.tpot_s for answer in found if answer.tpot_s is not None]),
+        "prompt_tokens": _middle([answer.prompt_tokens for answer in found]),
+        "cached_tokens": _middle([answer.cached_tokens for answer in found]),
     }
 
 
@@ -136,5 +136,5 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def _middle(values: Sequence[int | None]) -> float | None:
-    known = [each for each in values if each is not None]
+    known = [value for value in values if value is not None]
     return statistics.median(known) if known else None

@@ -17,7 +17,9 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 # As in hf/compat.py, which the other library's interpreter may not have.
-_CACHE = "cache" if "cache" in {each.name for each in dataclasses.fields(CausalLMOutputWithPast)} else "past_key_values"
+_CACHE = (
+    "cache" if "cache" in {field.name for field in dataclasses.fields(CausalLMOutputWithPast)} else "past_key_values"
+)
 
 
 @torch.no_grad()
@@ -70,21 +72,21 @@ def read_and_decode(
         tokens.append(step(tokens[-1], at))
     _wait(ids)
     tpot = (time.perf_counter() - started) / (new_tokens - 1)
-    held = held_bytes(cache)
+    kv_bytes = held_bytes(cache)
     # From one entry more than after the prompt to those at the end.
-    read = (after_prompt + held) / 2 + (held - after_prompt) / (2 * (new_tokens - 1))
-    run = {"rows": rows, "ttft_s": chosen - began, "tpot_s": tpot, "kv_bytes": held, "kv_read_bytes": round(read)}
+    read = (after_prompt + kv_bytes) / 2 + (kv_bytes - after_prompt) / (2 * (new_tokens - 1))
+    run = {"rows": rows, "ttft_s": chosen - began, "tpot_s": tpot, "kv_bytes": kv_bytes, "kv_read_bytes": round(read)}
     return run, torch.cat(tokens, 1)
 
 
 def held_bytes(cache: Any) -> int:
     """Return the bytes of keys, values and states in transformers' cache layers."""
-    held = 0
+    total = 0
     for value in (value for layer in cache.layers for value in vars(layer).values()):
         # Recurrent layers have a dict of states.
         parts = value.values() if isinstance(value, dict) else [value]
-        held += sum(part.nbytes for part in parts if isinstance(part, Tensor) and part.ndim > 1)
-    return held
+        total += sum(part.nbytes for part in parts if isinstance(part, Tensor) and part.ndim > 1)
+    return total
 
 
 def _wait(tensor: Tensor) -> None:

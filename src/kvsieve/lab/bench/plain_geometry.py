@@ -53,15 +53,15 @@ def _is_plain(values: dict[str, Any]) -> bool:
     ends = kind not in {"mistral", "phi3"} or "sliding_window" in values
     if kind == "qwen2" and values.get("use_sliding_window") is False:
         values = {**values, "sliding_window": None}
-    sizes = [values.get(each) for each in (*_SIZES, "vocab_size", *(["head_dim"] if kind in _NORMED else []))]
-    full = all(each == "full_attention" for each in values.get("layer_types") or ())
-    same = full and ends and not any(values.get(each) for each in _OTHER)
-    return kind in _TYPES and same and all(type(each) is int and each > 0 for each in sizes)
+    sizes = [values.get(name) for name in (*_SIZES, "vocab_size", *(["head_dim"] if kind in _NORMED else []))]
+    full = all(layer == "full_attention" for layer in values.get("layer_types") or ())
+    same = full and ends and not any(values.get(name) for name in _OTHER)
+    return kind in _TYPES and same and all(type(size) is int and size > 0 for size in sizes)
 
 
 def plain_geometry(config: Any) -> Geometry:
     """Return the geometry of a plain decoder's config; see `bench.geometry.geometry`."""
-    width, inner, count, query, heads = (getattr(config, each) for each in _SIZES)
+    width, inner, count, query, heads = (getattr(config, name) for name in _SIZES)
     dim = getattr(config, "head_dim", None) or width // query
     outputs = (query + 2 * heads) * dim
     products = width * outputs + query * dim * width + 3 * width * inner

@@ -83,9 +83,9 @@ def scaling(report: dict[str, Any]) -> Figure:
         for name in names:
             rows = [report["lengths"][length]["summary"][name] for length in lengths]
             spreads = [row[f"{quantity}_s"] for row in rows]
-            middle = [scale * each["median"] for each in spreads]
-            low = [scale * (each["median"] - each["min"]) for each in spreads]
-            high = [scale * (each["max"] - each["median"]) for each in spreads]
+            middle = [scale * spread["median"] for spread in spreads]
+            low = [scale * (spread["median"] - spread["min"]) for spread in spreads]
+            high = [scale * (spread["max"] - spread["median"]) for spread in spreads]
             look = chosen[name]
             line = panel.errorbar(
                 [int(length) for length in lengths], middle, [low, high], color=look.colour, marker=look.marker,
@@ -95,7 +95,7 @@ def scaling(report: dict[str, Any]) -> Figure:
                 handles.append(line)
             limits = [scale * row[f"{quantity}_limit_s"] for row in rows if f"{quantity}_limit_s" in row]
             if len(limits) == len(lengths):
-                panel.plot([int(each) for each in lengths], limits, color=look.colour, marker="_", linestyle=":")
+                panel.plot([int(length) for length in lengths], limits, color=look.colour, marker="_", linestyle=":")
         panel.set_title(title)
         panel.set_xticks([int(length) for length in lengths], [f"{int(length):,}" for length in lengths])
         panel.set_ylim(bottom=0)
@@ -109,7 +109,7 @@ def scaling(report: dict[str, Any]) -> Figure:
 def _names(report: dict[str, Any]) -> list[str]:
     """Return the contenders measured at every length; in a batch, the peer has single rows only."""
     summaries = [entry["summary"] for entry in report["lengths"].values()]
-    return [name for name in report["contenders"] if all(each.get(name, {}).get("ttft_s") for each in summaries)]
+    return [name for name in report["contenders"] if all(summary.get(name, {}).get("ttft_s") for summary in summaries)]
 
 
 def _looks(names: Sequence[str]) -> Mapping[str, Look]:

@@ -197,7 +197,7 @@ def _growth(report: dict[str, Any]) -> Table:
     headers = ["method", f"TPOT {lengths[-1]} / {lengths[0]}", *(f"TTFT ratio at {length}" for length in lengths)]
     rows = []
     for name, row in summaries[0].items():
-        ratios = [_ratio(each[name], BASELINE, "ttft_s") if name in each else None for each in summaries]
+        ratios = [_ratio(summary[name], BASELINE, "ttft_s") if name in summary else None for summary in summaries]
         rows.append([_name(name, row), _plain(grown.get(name), 1, 2), *(_plain(ratio, 1, 2) for ratio in ratios)])
     return f"growth with the prompt (ratios to {BASELINE})", headers, rows
 

@@ -96,11 +96,11 @@ class Work:
         new = _fed(args, kwargs).shape[1]
         if output is not None:
             self.flops += (2 * layer.linear_parameters + layer.state_flops) * new * self._rows
-        held = [_held(each) for each in self._cache.layers]
+        layer_bytes = [_held(part) for part in self._cache.layers]
         met = (self._before + new) * layer.kv_elements * self._rows * self._element
         if layer.kind.grows:
-            held[index] = max(held[index], met)
-        self.kv_peak_bytes = max(self.kv_peak_bytes, sum(held))
+            layer_bytes[index] = max(layer_bytes[index], met)
+        self.kv_peak_bytes = max(self.kv_peak_bytes, sum(layer_bytes))
 
 
 def _fed(args: Any, kwargs: dict[str, Any]) -> Any:
@@ -119,11 +119,11 @@ def _entries(layer: Any) -> int:
 
 def _held(layer: Any) -> int:
     """Return the bytes of keys and values, including spare room, and of recurrent state."""
-    held = 0
+    total = 0
     if isinstance(layer, StoreLayer):
-        held = 0 if layer.store.is_empty else layer.store.entry_bytes()
+        total = 0 if layer.store.is_empty else layer.store.entry_bytes()
     elif isinstance(layer, DynamicLayer):
-        held = storage_bytes(tensors_in((layer.keys, layer.values)))
+        total = storage_bytes(tensors_in((layer.keys, layer.values)))
     if isinstance(layer, LinearAttentionLayer):
-        held += storage_bytes(tensors_in((layer.conv_states, layer.recurrent_states)))
-    return held
+        total += storage_bytes(tensors_in((layer.conv_states, layer.recurrent_states)))
+    return total

@@ -55,16 +55,16 @@ def distance(
     [1, T - 1, V] of answer [1, T].
     """
     part = TSP(rate=rate, layer=layer, window=pooled.window, kernel=pooled.kernel, pooling=pooled.pooling)
-    ours, cache = read(model, Plan(propagate=part), ids)
-    full, ours = (each[0, -pooled.window :].double() for each in (hidden, ours))
-    squared = (full - ours).square().sum(-1)
+    reduced, cache = read(model, Plan(propagate=part), ids)
+    full, reduced = (states[0, -pooled.window :].double() for states in (hidden, reduced))
+    squared = (full - reduced).square().sum(-1)
     kl = divergence(truth, following(model, cache, answer))[0]
     return Distance(squared[-1].item(), squared.mean().item(), full[-1].square().sum().item(), kl)
 
 
 def mean(of: Sequence[Distance]) -> Distance:
     """Average over prompts; FastKV's eq. 3 for `last`."""
-    return Distance(*(sum(getattr(each, name) for each in of) / len(of) for name in ("last", "window", "norm", "kl")))
+    return Distance(*(sum(getattr(one, name) for one in of) / len(of) for name in ("last", "window", "norm", "kl")))
 
 
 def is_near(found: Distance, tolerance: float | None) -> bool:
@@ -81,8 +81,8 @@ def choose_layer(found: Sequence[Distance], rule: str, tolerance: float | None) 
     least = min(range(len(found)), key=lambda index: found[index].last)
     if rule == "argmin":
         bound = (1 + (tolerance or 0.0)) * found[least].last
-        return next(index for index, each in enumerate(found) if each.last <= bound), True
-    near = [is_near(each, tolerance) for each in found]
+        return next(index for index, candidate in enumerate(found) if candidate.last <= bound), True
+    near = [is_near(candidate, tolerance) for candidate in found]
     if not near[-1]:
         return least, False
     return max((index + 1 for index, fine in enumerate(near) if not fine), default=0), True

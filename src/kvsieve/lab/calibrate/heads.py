@@ -53,7 +53,7 @@ class RetrievalScores:
         """Return `scores` or `beyond` as [layers][KV heads], to 4 digits; 0 for layers with local attention."""
         nothing = torch.zeros(kv_heads, dtype=torch.float64)
         means = [sums.get(layer, nothing) / max(self.prompts, 1) for layer in range(layers)]
-        return [[round(min(max(value, 0.0), 1.0), 4) for value in each.tolist()] for each in means]
+        return [[round(min(max(value, 0.0), 1.0), 4) for value in layer.tolist()] for layer in means]
 
 
 def _places(ids: Tensor, answer: Tensor) -> tuple[slice, Tensor]:

@@ -79,8 +79,8 @@ class Parts:
     def pooled(self) -> SnapKV:
         """SnapKV with the chosen window and pooling, or its defaults if that part was not requested."""
         chosen = self.measured.get("pooling", {})
-        given = {name: chosen[name] for name in ("window", "kernel", "pooling") if name in chosen}
-        return SnapKV(budget=Budget(ratio=0.5), **given)
+        parameters = {name: chosen[name] for name in ("window", "kernel", "pooling") if name in chosen}
+        return SnapKV(budget=Budget(ratio=0.5), **parameters)
 
     def _step(self, what: str) -> None:
         if self.progress is not None:
@@ -90,8 +90,8 @@ class Parts:
     def _pooling(self, prompts: Sequence[Prompt], stops: Collection[int]) -> list[ReferenceAnswer]:
         """Prefill every prompt once under full KV, and compare SnapKV's settings on it."""
         wanted = "pooling" in self.options.parts
-        evictors = pooling.settings(self.options, min(each.ids.shape[1] for each in prompts)) if wanted else []
-        window = max((each.window for each in evictors), default=1)
+        evictors = pooling.settings(self.options, min(prompt.ids.shape[1] for prompt in prompts)) if wanted else []
+        window = max((evictor.window for evictor in evictors), default=1)
         references = []
         found = []
         for prompt in prompts:
@@ -110,8 +110,8 @@ class Parts:
             chosen = pooling.choose(evictors, kl)
             best = evictors[chosen]
             grid = [
-                {"window": each.window, "pooling": each.pooling, "kernel": each.kernel, "kl": _short(value)}
-                for each, value in zip(evictors, kl, strict=True)
+                {"window": evictor.window, "pooling": evictor.pooling, "kernel": evictor.kernel, "kl": _short(value)}
+                for evictor, value in zip(evictors, kl, strict=True)
             ]
             self.measured["pooling"] = {
                 **{name: getattr(best, name) for name in ("window", "kernel", "pooling")},
@@ -130,8 +130,8 @@ class Parts:
             self._step("testing answers")
             ids = reference.ids
             length = reference.ids.shape[1]
-            tested = [each for each in budgets if pooled.window < Budget.parse(each).entries(length)]
-            evictors = [replace(pooled, budget=Budget.parse(each)) for each in tested]
+            tested = [budget for budget in budgets if pooled.window < Budget.parse(budget).entries(length)]
+            evictors = [replace(pooled, budget=Budget.parse(budget)) for budget in tested]
             shared = read_shared(self.model, None, ids, torch.ones_like(ids), window=pooled.window)
             same = pooling.agreement(self.model, shared, evictors, reference.answer)
             wrong = max((index for index, share in enumerate(same) if share < 1), default=-1)
@@ -155,16 +155,16 @@ class Parts:
         for reference in references:
             self._step("reading queries")
 
-            given = reference.ids
+            prompt_ids = reference.ids
             answer = reference.answer[:, :BEGINNING]
 
-            def see(ctx: LayerContext, given: Tensor = given, answer: Tensor = answer) -> None:
+            def see(ctx: LayerContext, given: Tensor = prompt_ids, answer: Tensor = answer) -> None:
                 if wants_filters:
                     sums.see(ctx)
                 if wants_heads:
                     scores.see(ctx, given, answer)
 
-            ids = torch.cat([given, answer[:, :-1]], 1)
+            ids = torch.cat([prompt_ids, answer[:, :-1]], 1)
             hidden, _ = read(self.model, Plan(), ids, see)
             prompt = reference.ids.shape[1]
             reference.hidden = hidden[:, max(0, prompt - self.pooled.window) : prompt]
@@ -172,8 +172,8 @@ class Parts:
         shape = self.fingerprint
         if wants_heads:
             self.heads = numbers(scores.result(scores.scores, shape.layers, shape.kv_heads), 2)
-            sinks, recent = kept_by_streaming(min(each.ids.shape[1] for each in references))
-            flat = sorted(score for each in self.heads for score in each)
+            sinks, recent = kept_by_streaming(min(reference.ids.shape[1] for reference in references))
+            flat = sorted(score for layer in self.heads for score in layer)
             self.measured["heads"] = {
                 "sinks": sinks,
                 "recent": recent,
@@ -182,9 +182,9 @@ class Parts:
                 "beyond": scores.result(scores.beyond, shape.layers, shape.kv_heads),
             }
         if wants_filters:
-            made = sums.result(shape.layers, shape.kv_heads, shape.head_dim)
-            self.q_filters = numbers([[[round(v, 4) for v in head] for head in each.tolist()] for each in made], 3)
-            self._check_filters(made, held_out)
+            filters = sums.result(shape.layers, shape.kv_heads, shape.head_dim)
+            self.q_filters = numbers([[[round(v, 4) for v in head] for head in layer.tolist()] for layer in filters], 3)
+            self._check_filters(filters, held_out)
 
     def _check_filters(self, made: Sequence[Tensor], held_out: Prompt) -> None:
         self._step("checking filters")
@@ -194,7 +194,7 @@ class Parts:
             found[ctx.layer_idx] = correlation(ctx, made[ctx.layer_idx])
 
         read(self.model, Plan(), held_out.ids, see)
-        flat = [value for each in found.values() for value in each]
+        flat = [value for layer in found.values() for value in layer]
         self.measured["q_filters"] = {
             "correlation": round(sum(flat) / max(len(flat), 1), 3),
             "negative": f"{sum(value < 0 for value in flat)} of {len(flat)}",
@@ -208,13 +208,13 @@ class Parts:
         worst = []
         every = self.options.every_layer
         for layer in found if every else found[::-1]:
-            each = []
+            distances_here = []
             for reference in references:
                 self._step(f"dropping tokens after layer {layer}")
-                given = (reference.hidden, reference.answer, reference.truth)
-                each.append(distances.distance(self.model, reference.ids, layer, rate, pooled, *given))
-            means.append(distances.mean(each))
-            worst.append(max(one.relative for one in each))
+                full = (reference.hidden, reference.answer, reference.truth)
+                distances_here.append(distances.distance(self.model, reference.ids, layer, rate, pooled, *full))
+            means.append(distances.mean(distances_here))
+            worst.append(max(one.relative for one in distances_here))
             if not every and not distances.is_near(means[-1], self.options.tolerance):
                 break
         self.total -= (len(found) - len(means)) * len(references)
@@ -236,11 +236,11 @@ class Parts:
             "kernel": pooled.kernel,
             "pooling": pooled.pooling,
             "layers": list(found),
-            "distance": [_short(each.last) for each in means],
-            "distance_window": [_short(each.window) for each in means],
-            "relative": [_short(each.relative) for each in means],
-            "relative_worst": [_short(each) for each in worst],
-            "kl": [_short(each.kl) for each in means],
+            "distance": [_short(mean.last) for mean in means],
+            "distance_window": [_short(mean.window) for mean in means],
+            "relative": [_short(mean.relative) for mean in means],
+            "relative_worst": [_short(value) for value in worst],
+            "kl": [_short(mean.kl) for mean in means],
         }
         return found[index]
 
@@ -249,7 +249,7 @@ class Parts:
         start = observed - 1
         rate = self.options.tsp_rate
         window = self.pooled.window
-        lengths = [each.ids.shape[1] for each in references]
+        lengths = [reference.ids.shape[1] for reference in references]
         if not all(window < rate.entries(length) < length for length in lengths):  # type: ignore[union-attr]
             reason = f"a rate of {rate} and a window of {window} leave nothing to rank"
             self.measured.setdefault("left_out", {})["asl"] = reason
@@ -269,7 +269,7 @@ class Parts:
             "adapts": best.adapts,
             "selects_at": best.layers,
             "first_of_trace": start,
-            "variance": [[_short(value) for value in each] for each in traces],
+            "variance": [[_short(value) for value in trace] for trace in traces],
         }
 
     def parameters(self) -> dict[str, dict[str, Any]]:

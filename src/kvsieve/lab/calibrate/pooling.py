@@ -28,17 +28,17 @@ def settings(options: Options, length: int) -> list[SnapKV]:
     """Return the settings to compare, by window. length: of the shortest prompt. Raises InputError if none fits."""
     grid = itertools.product(options.windows, options.poolings, options.kernels)
     least = options.budget.entries(length)  # type: ignore[union-attr]
-    made = [
+    evictors = [
         SnapKV(budget=options.budget, window=window, kernel=kernel, pooling=pooling)  # type: ignore[arg-type]
         for window, pooling, kernel in grid
         if window < least
     ]
-    if not made:
+    if not evictors:
         raise InputError(
             f"a budget of {options.budget} keeps {least} entries of a prompt of {length}, no more than the narrowest "
             f"window of {min(options.windows)}; take longer prompts or a larger budget"
         )
-    return made
+    return evictors
 
 
 def distances(model: Any, shared: SharedPrompt, evictors: Sequence[SnapKV], answer: Tensor) -> list[float]:
@@ -57,7 +57,7 @@ def agreement(model: Any, shared: SharedPrompt, evictors: Sequence[SnapKV], answ
     """Return the share of the tokens of answer [1, T] but the first where a setting's top token is full KV's."""
     best = following(model, shared.reduced(None), answer).argmax(-1)
     found = [following(model, shared.reduced(evictor), answer).argmax(-1) for evictor in evictors]
-    return [(each == best).double().mean().item() for each in found]
+    return [(top == best).double().mean().item() for top in found]
 
 
 def choose(evictors: Sequence[SnapKV], kl: Sequence[float]) -> int:

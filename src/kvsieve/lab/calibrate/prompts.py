@@ -42,13 +42,13 @@ class Prompt:
 def built_in_prompts(prompter: Prompter, lengths: Sequence[int], count: int, seed: int = 0) -> list[Prompt]:
     """Return `count` prompts of each of `lengths` tokens, cycling through tasks. InputError for a length too short."""
     tasks = chosen_tasks(TASKS)
-    made = []
+    prompts = []
     for length in lengths:
         for index in range(count):
             # Needles are at depths 0.3, 0.4 ...: any method would find sinks and recent tokens.
             sample = tasks[index % len(tasks)].sample(index + 3, length, _SEED + seed, prompter.count)
-            made.append(Prompt(prompter.encode(sample).prompt, name=TASKS[index % len(tasks)]))
-    return made
+            prompts.append(Prompt(prompter.encode(sample).prompt, name=TASKS[index % len(tasks)]))
+    return prompts
 
 
 def text_prompts(prompter: Prompter, text: str, lengths: Sequence[int], count: int) -> list[Prompt]:
@@ -58,7 +58,7 @@ def text_prompts(prompter: Prompter, text: str, lengths: Sequence[int], count: i
     """
     tokens = token_ids(prompter.tokenizer, escaped(prompter.tokenizer, text))
     start = token_ids(prompter.tokenizer, prompter.bos or "")
-    made = []
+    prompts = []
     for length in lengths:
         inside = length - len(start)
         if inside < 2 * CONTINUATION:
@@ -68,8 +68,8 @@ def text_prompts(prompter: Prompter, text: str, lengths: Sequence[int], count: i
         for index in range(count):
             first = (len(tokens) - inside) * index // max(count - 1, 1)
             ids = torch.tensor([start + tokens[first : first + inside]])
-            made.append(Prompt(ids[:, :-CONTINUATION], ids[:, -CONTINUATION:]))
-    return made
+            prompts.append(Prompt(ids[:, :-CONTINUATION], ids[:, -CONTINUATION:]))
+    return prompts
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,10 @@ class Material:
         """Return the prompts, and one more of the first length that nothing is fitted to. Raises InputError."""
         first = self.lengths[:1]
         if self.text is None:
-            made = built_in_prompts(prompter, self.lengths, self.prompts, self.seed)
-            return made, built_in_prompts(prompter, first, self.prompts + 1, self.seed)[-1]
-        made = text_prompts(prompter, self.text, self.lengths, self.prompts)
-        return made, text_prompts(prompter, self.text, first, 2 * self.prompts + 2)[1]
+            prompts = built_in_prompts(prompter, self.lengths, self.prompts, self.seed)
+            return prompts, built_in_prompts(prompter, first, self.prompts + 1, self.seed)[-1]
+        prompts = text_prompts(prompter, self.text, self.lengths, self.prompts)
+        return prompts, text_prompts(prompter, self.text, first, 2 * self.prompts + 2)[1]
 
     def described(self) -> dict[str, Any]:
         """Return a JSON-ready description for the profile, without the text itself."""

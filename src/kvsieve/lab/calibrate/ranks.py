@@ -66,7 +66,7 @@ def recommend(traces: Sequence[Sequence[float]], start: int, layer: int) -> Reco
         relative = [[_ratio(value, values[first - start]) for value in values[first - start :]] for values in traces]
         tau = math.floor(1000 * min(min(values[: layer - first]) for values in relative)) / 1000
         layers = [next((first + i for i, v in enumerate(values) if v < tau), None) for values in relative]
-        chosen = [each for each in layers if each is not None]
+        chosen = [place for place in layers if place is not None]
         if tau > 0 and chosen:
             order = (-len(chosen), sum(chosen) / len(chosen), first)
             if best is None or order < best[0]:

@@ -45,12 +45,12 @@ def calibrate(
     material = material or Material()
     material.check(context_of(model.config))
     prompter = Prompter(tokenizer, model.generation_config.eos_token_id)
-    made, held_out = material.prompts_for(prompter)
+    prompts, held_out = material.prompts_for(prompter)
     about = {**material.described(), "dtype": str(model.dtype).removeprefix("torch.")}
     options = options or Options()
     if announce is not None:
-        announce(forecast(model, made, options))
-    return measure(model, made, held_out, prompter.stops, options, name, about, progress)
+        announce(forecast(model, prompts, options))
+    return measure(model, prompts, held_out, prompter.stops, options, name, about, progress)
 
 
 def measure(
@@ -69,7 +69,7 @@ def measure(
     run.everything(prompts, held_out, stops)
     if progress is not None:
         progress(run.total, run.total, "done")
-    tokens = sum(each.ids.shape[1] for each in prompts)
+    tokens = sum(prompt.ids.shape[1] for prompt in prompts)
     text = {**(about or {}), "tokens": tokens, "seconds": round(time.perf_counter() - began, 1)}
     return Profile(
         fingerprint=run.fingerprint,
