@@ -227,7 +227,7 @@ class PrefixStore:
         """List all nodes, the longest first."""
         with self._lock:
             found = [node.info(self._tiers.own_bytes(node)) for node in self._tiers]
-        return sorted(found, key=lambda each: (-each.tokens, each.key))
+        return sorted(found, key=lambda node: (-node.tokens, node.key))
 
     def stats(self) -> StoreStats:
         """Count the store's entries, hits and evictions."""

@@ -202,7 +202,7 @@ def _chosen(
             plan = Candidate(**{**vars(one), "lost": lost})
             return RecommendedPlan(plan, loss, (low, high), len(held)), None
         missed.append((max(missing.values()), one, missing))
-    _, one, missing = min(missed, key=lambda each: each[0])
+    _, one, missing = min(missed, key=lambda candidate: candidate[0])
     return None, (one, missing)
 
 

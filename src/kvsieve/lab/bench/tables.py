@@ -68,7 +68,7 @@ def notes(report: dict[str, Any]) -> list[str]:
 
 def closing(report: dict[str, Any]) -> list[str]:
     """Return a line per method at the longest prompt: its saving, its time by part, its distance from the limit."""
-    length, entry = max(report["lengths"].items(), key=lambda each: int(each[0]))
+    length, entry = max(report["lengths"].items(), key=lambda item: int(item[0]))
     notes = []
     for name, row in entry["summary"].items():
         if not row["applied"]:

@@ -190,7 +190,7 @@ def _cost_cell(key: tuple[Any, ...], rows: list[Row], full: Mapping[tuple[Any, .
             p95, p99 = np.percentile(values, [95, 99])
             spreads[name] = Spread(float(np.median(values)), float(np.mean(values)), float(p95), float(p99))
         pairs = [(quantity(row), quantity(full[_occasion(row)])) for row in rows if _occasion(row) in full]
-        shares = [ours / theirs for ours, theirs in pairs if ours is not None and theirs]
+        shares = [value / reference for value, reference in pairs if value is not None and reference]
         if shares:
             ratios[name] = float(np.median(shares))
     length, label, budget = key

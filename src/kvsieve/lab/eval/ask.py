@@ -164,11 +164,11 @@ class Asker:
         while ids[:size] != self._shared[:size]:
             size -= 1
         context = self._tensor(ids[:size])
-        asked = self._tensor(ids[size:])
+        question_ids = self._tensor(ids[size:])
         for at, (label, plan) in enumerate(self.plans.items()):
             began = time.perf_counter()
             (state,) = evaluator.documents.after_prompt(
-                list(self.plans.values()), context, asked, self.limit, only=[at]
+                list(self.plans.values()), context, question_ids, self.limit, only=[at]
             )
 
             def tell(part: AnswerPart, label: str = label) -> None:
@@ -177,8 +177,8 @@ class Asker:
 
             applied, notes = what_ran(plan, state.cache)
             notes += evaluator.documents.notes(plan)
-            kept, _ = entries_after_prompt(state.cache)
-            held = state.cache.nbytes()
+            entries, _ = entries_after_prompt(state.cache)
+            kv_bytes = state.cache.nbytes()
             (answer,) = evaluator.decode(state, self.limit, tell)
             stops = evaluator.prompter.stops
             times = answer.times
@@ -190,8 +190,8 @@ class Asker:
                     tokens=[token for token in answer.tokens if token not in stops],
                     first_token_s=times[0] - began,
                     per_token_s=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
-                    kv_bytes=held,
-                    kv_entries=sum(kept) / max(len(kept), 1),
+                    kv_bytes=kv_bytes,
+                    kv_entries=sum(entries) / max(len(entries), 1),
                     prompt_tokens=len(ids),
                     applied=applied,
                     notes=notes,
@@ -217,11 +217,11 @@ def differs_at(reference: Sequence[int], other: Sequence[int]) -> int | None:
 
 def differing_words(reference: DocumentAnswer, other: DocumentAnswer) -> tuple[str, str]:
     """Return a few words of both answers from the first word that differs."""
-    ours = other.text.split()
-    theirs = reference.text.split()
-    at = next((at for at, (one, two) in enumerate(zip(ours, theirs, strict=False)) if one != two), None)
-    at = min(len(ours), len(theirs)) if at is None else at
-    return " ".join(theirs[at : at + _WORDS]) or "(end)", " ".join(ours[at : at + _WORDS]) or "(end)"
+    other_words = other.text.split()
+    reference_words = reference.text.split()
+    at = next((at for at, (one, two) in enumerate(zip(other_words, reference_words, strict=False)) if one != two), None)
+    at = min(len(other_words), len(reference_words)) if at is None else at
+    return " ".join(reference_words[at : at + _WORDS]) or "(end)", " ".join(other_words[at : at + _WORDS]) or "(end)"
 
 
 @dataclass(frozen=True)
@@ -256,19 +256,19 @@ def summarise(answers: Sequence[DocumentAnswer]) -> list[MethodSummary]:
         by_method.setdefault(answer.method, []).append(answer)
     reference = next(iter(by_method.values()), [])
     found = []
-    for label, mine in by_method.items():
-        speeds = [each.per_token_s for each in mine if each.per_token_s is not None]
-        most = max(each.kv_bytes for each in mine)
+    for label, method_answers in by_method.items():
+        speeds = [answer.per_token_s for answer in method_answers if answer.per_token_s is not None]
+        most = max(answer.kv_bytes for answer in method_answers)
         found.append(
             MethodSummary(
                 label,
-                sum(one.tokens == each.tokens for one, each in zip(reference, mine, strict=True)),
-                len(mine),
+                sum(one.tokens == answer.tokens for one, answer in zip(reference, method_answers, strict=True)),
+                len(method_answers),
                 most,
-                most / max(each.kv_bytes for each in reference),
-                _median([each.first_token_s for each in mine]),
+                most / max(answer.kv_bytes for answer in reference),
+                _median([answer.first_token_s for answer in method_answers]),
                 _median(speeds) if speeds else None,
-                all(each.applied for each in mine),
+                all(answer.applied for answer in method_answers),
             )
         )
     return found
@@ -280,10 +280,10 @@ def advice(summaries: Sequence[MethodSummary]) -> str:
     if not others:
         return "Only full KV was asked: name other methods to compare."
     total = reference.questions
-    parts = [f"{each.method} differs from full KV on {each.questions - each.same} of {total}" for each in others]
-    equal = [each for each in others if each.same == total and each.applied]
-    least = min(equal, key=lambda each: each.kv_bytes, default=None)
-    if not any(each.applied for each in others):
+    parts = [f"{other.method} differs from full KV on {other.questions - other.same} of {total}" for other in others]
+    equal = [summary for summary in others if summary.same == total and summary.applied]
+    least = min(equal, key=lambda summary: summary.kv_bytes, default=None)
+    if not any(summary.applied for summary in others):
         end = "no method acted on every prompt: what is kept whole is full KV. Ask about more text, or set floor=0."
     elif least is None:
         end = "none gives every answer of full KV: try a larger budget, or keep full KV."

@@ -75,18 +75,18 @@ def settings(methods: Sequence[tuple[str, dict[str, Any]]], budgets: Sequence[st
     its own). Raises PlanError, also for a duplicate.
     """
     out = [setting(FULL, {})]
-    asked: Sequence[str | None] = budgets or [None]
-    for budget in asked:
-        for method, given in methods:
+    choices: Sequence[str | None] = budgets or [None]
+    for budget in choices:
+        for method, parameters in methods:
             info = method_info(method)
-            if info.name == FULL and not (given.get("codec") or given.get("prefill")):
+            if info.name == FULL and not (parameters.get("codec") or parameters.get("prefill")):
                 continue
-            takes = "budget" in info.parameters and "budget" not in given
-            one = setting(method, {**given, "budget": budget} if takes and budget is not None else given)
-            if not takes and one in out and budget != asked[0]:
+            takes = "budget" in info.parameters and "budget" not in parameters
+            one = setting(method, {**parameters, "budget": budget} if takes and budget is not None else parameters)
+            if not takes and one in out and budget != choices[0]:
                 continue
             # `paper` changes a label only once the model is known.
-            _check_new(one, out, lambda each: (each.label, each.budget, each.given.get("paper", False)))
+            _check_new(one, out, lambda known: (known.label, known.budget, known.given.get("paper", False)))
             out.append(one)
     return out
 
@@ -94,9 +94,9 @@ def settings(methods: Sequence[tuple[str, dict[str, Any]]], budgets: Sequence[st
 def on_model(settings: Sequence[MethodSetting], model: Any, tokenizer: Any = None) -> list[MethodSetting]:
     """Return fully specified settings. Raises PlanError, also for two that become equal."""
     out: list[MethodSetting] = []
-    for each in settings:
-        one = each.for_model(model, tokenizer)
-        _check_new(one, out, lambda each: (each.label, each.budget))
+    for setting in settings:
+        one = setting.for_model(model, tokenizer)
+        _check_new(one, out, lambda known: (known.label, known.budget))
         out.append(one)
     return out
 
@@ -124,15 +124,17 @@ def unlike_settings(settings: Sequence[MethodSetting]) -> list[str]:
     Two methods of kvsieve that both have their own defaults, or those of the model, differ by design and are skipped.
     """
     methods: dict[str, list[MethodSetting]] = {}
-    for each in settings:
-        if each.plan.roles:
-            methods.setdefault(each.method, []).append(each)
+    for setting in settings:
+        if setting.plan.roles:
+            methods.setdefault(setting.method, []).append(setting)
     found = []
     first = next(iter(methods), "")
     for method, own in methods.items():
         for name in COMPARED:
-            here, there = (parameter_values([each.parameters for each in some], name) for some in (methods[first], own))
-            chosen = any(_is_chosen(each, name) for each in (*methods[first], *own))
+            here, there = (
+                parameter_values([setting.parameters for setting in some], name) for some in (methods[first], own)
+            )
+            chosen = any(_is_chosen(setting, name) for setting in (*methods[first], *own))
             if chosen and here and there and not set(here) & set(there):
                 found.append(f"{name} is {' or '.join(here)} in {first} and {' or '.join(there)} in {method}")
     return found
@@ -140,11 +142,11 @@ def unlike_settings(settings: Sequence[MethodSetting]) -> list[str]:
 
 def parameter_values(parameters: Iterable[Mapping[str, Any]], name: str) -> list[str]:
     """Return the values of a parameter, or of a wrapper's base, in several settings."""
-    found = (each.get(name, each.get(f"base.{name}")) for each in parameters)
+    found = (values.get(name, values.get(f"base.{name}")) for values in parameters)
     return list(dict.fromkeys(str(value) for value in found if value is not None))
 
 
 def _is_chosen(setting: MethodSetting, name: str) -> bool:
     """Return True if a value was given, comes from ``paper=True``, or belongs to a method outside kvsieve."""
-    ours = REGISTERED.get(canonical(setting.method), "").startswith(BUILT_IN)
-    return not ours or name in setting.given or bool(setting.given.get("paper"))
+    built_in = REGISTERED.get(canonical(setting.method), "").startswith(BUILT_IN)
+    return not built_in or name in setting.given or bool(setting.given.get("paper"))

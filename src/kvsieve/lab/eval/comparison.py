@@ -46,7 +46,7 @@ class Compared:
 
     @cached_property
     def costs(self) -> dict[tuple[int, str, str | None], CostCell]:
-        return {(each.length, each.label, each.budget): each for each in cost_cells(self.subject.results.costs)}
+        return {(cell.length, cell.label, cell.budget): cell for cell in cost_cells(self.subject.results.costs)}
 
     @cached_property
     def from_full(self) -> dict[Place, MeanEstimate]:
@@ -68,10 +68,10 @@ def compared(subjects: Sequence[Subject], baseline: str | None = None) -> list[C
         InputError: no subject has the baseline, or one has it under several labels.
     """
     if baseline is None:
-        return [Compared(each) for each in subjects]
-    found = [Compared(each, _label(each, baseline)) for each in subjects]
-    if all(each.baseline is None for each in found):
-        labels = distinct(label for each in subjects for label in each.results.labels if label != FULL)
+        return [Compared(subject) for subject in subjects]
+    found = [Compared(subject, _label(subject, baseline)) for subject in subjects]
+    if all(entry.baseline is None for entry in found):
+        labels = distinct(label for subject in subjects for label in subject.results.labels if label != FULL)
         raise InputError(f"--baseline {baseline!r} was not evaluated; name one of {', '.join(map(repr, labels))}")
     return found
 
@@ -89,33 +89,33 @@ def _label(subject: Subject, baseline: str) -> str | None:
 
 def comparison_tables(entries: Sequence[Compared]) -> list[Table]:
     """Return a table per length and question mode: score, differences, distance, and cost ratios to full KV."""
-    lengths = sorted(distinct(cell.length for each in entries for cell in each.means), reverse=True)
+    lengths = sorted(distinct(cell.length for entry in entries for cell in entry.means), reverse=True)
     return [
         _comparison(entries, length, question)
         for length in lengths
-        for question in questions_of([cell for each in entries for cell in each.means], length)
+        for question in questions_of([cell for entry in entries for cell in entry.means], length)
     ]
 
 
 def _comparison(entries: Sequence[Compared], length: int, question: str) -> Table:
     several = len(entries) > 1
-    with_baseline = any(each.baseline for each in entries)
-    costs = any(place[0] == length for each in entries for place in each.costs)
+    with_baseline = any(entry.baseline for entry in entries)
+    costs = any(place[0] == length for entry in entries for place in entry.costs)
     headers = ["model"] * several + ["method", "budget", "tasks", "samples", "score", "less full", "against full"]
     headers += ["less baseline", "against baseline"] * with_baseline + ["KL", "KV kept %"]
     headers += ["KV MiB", "TTFT", "TPOT"] * costs
     rows = []
-    for each in entries:
-        mine = {(cell.label, cell.budget): cell for cell in each.means
+    for entry in entries:
+        by_run = {(cell.label, cell.budget): cell for cell in entry.means
                 if (cell.length, cell.question) == (length, question)}  # fmt: skip
-        for run in runs(list(mine.values())):
-            row = [each.subject.name] * several + [run[0], budget_name(run[1]), *_score(mine[run])]
-            row += _difference(each.from_full, mine[run])
-            row += _difference(each.from_baseline, mine[run]) if with_baseline else []
-            row += [number(mine[run].kl, 1, "{:.4f}"), number(mine[run].kv_share, 100, "{:.1f}")]
-            row += _costs(each.costs.get((length, *run))) if costs else []
+        for run in runs(list(by_run.values())):
+            row = [entry.subject.name] * several + [run[0], budget_name(run[1]), *_score(by_run[run])]
+            row += _difference(entry.from_full, by_run[run])
+            row += _difference(entry.from_baseline, by_run[run]) if with_baseline else []
+            row += [number(by_run[run].kl, 1, "{:.4f}"), number(by_run[run].kv_share, 100, "{:.1f}")]
+            row += _costs(entry.costs.get((length, *run))) if costs else []
             rows.append([Entry(text) for text in row])
-    names = distinct(each.baseline for each in entries if each.baseline)
+    names = distinct(entry.baseline for entry in entries if entry.baseline)
     note = "Means over tasks; score in percent with ± half its 95% interval, differences in points."
     note += f" Baseline: {', '.join(names)} at the same budget." if names else ""
     note += " TTFT and TPOT: median ratio to full KV of the same repeat." if costs else ""
@@ -145,4 +145,4 @@ def _costs(cost: CostCell | None) -> list[str]:
         return [NONE] * 3
     memory = cost.median("kv_bytes")
     ratios = [cost.ratios.get(name) if cost.label != FULL else 1.0 for name in ("ttft_s", "tpot_s")]
-    return [number(memory, 2**-20, "{:.1f}"), *(NONE if each is None else f"{each:.2f}×" for each in ratios)]
+    return [number(memory, 2**-20, "{:.1f}"), *(NONE if ratio is None else f"{ratio:.2f}×" for ratio in ratios)]

@@ -55,8 +55,12 @@ def _page(entries: Sequence[Compared], pictures: Sequence[Picture]) -> str:
     sections = [
         ("subjects", "What was compared", h.table(_subjects(entries))),
         ("differences", DIFFERENCES, differences_section(comparison_tables(entries))),
-        ("frontier", "Quality against cost", h.figures([each for each in pictures if each.kind == "frontier"])),
-        ("groups", "By task group", h.figures([each for each in pictures if each.kind == "groups"])),
+        (
+            "frontier",
+            "Quality against cost",
+            h.figures([picture for picture in pictures if picture.kind == "frontier"]),
+        ),
+        ("groups", "By task group", h.figures([picture for picture in pictures if picture.kind == "groups"])),
         ("tasks", "Scores per task", unfolding(tasks)),
         ("fidelity", "Distance to full KV", unfolding(fidelity)),
         ("costs", "Costs", unfolding(costs)),
@@ -70,24 +74,24 @@ def _page(entries: Sequence[Compared], pictures: Sequence[Picture]) -> str:
 def warnings(entries: Sequence[Compared]) -> list[str]:
     """Return caveats for comparing rows of different models."""
     texts = []
-    tasks = {frozenset(each.subject.results.tasks) for each in entries}
+    tasks = {frozenset(entry.subject.results.tasks) for entry in entries}
     if len(tasks) > 1:
         texts.append("The tasks are not the same for all models: compare differences to full KV, not scores.")
-    for each in entries:
-        texts += [f"{each.subject.name}: {text}." for text in cut_documents(each.subject.results.samples)]
-        failed = sum(cell.not_applied for cell in each.cells)
+    for entry in entries:
+        texts += [f"{entry.subject.name}: {text}." for text in cut_documents(entry.subject.results.samples)]
+        failed = sum(cell.not_applied for cell in entry.cells)
         if failed:
-            texts.append(f"{each.subject.name}: in {failed} of {len(each.subject.results.samples)} answers the method "
-                         "did not run as asked; they count in the means.")  # fmt: skip
+            texts.append(f"{entry.subject.name}: in {failed} of {len(entry.subject.results.samples)} answers the "
+                         "method did not run as asked; they count in the means.")  # fmt: skip
     return texts
 
 
 def _subjects(entries: Sequence[Compared]) -> Table:
     headers = ["name", "machine", "dtype", "directories", "seed", "tasks", "answers", "timed runs"]
     rows = []
-    for each in entries:
-        subject = each.subject
-        results = each.subject.results
+    for entry in entries:
+        subject = entry.subject
+        results = entry.subject.results
         folders = ", ".join(str(folder) for folder in subject.folders)
         counts = [results.run["seed"], len(results.tasks), len(results.samples), len(results.costs)]
         row = [subject.name, subject.machine, results.run["dtype"], folders, *map(str, counts)]
@@ -97,10 +101,10 @@ def _subjects(entries: Sequence[Compared]) -> Table:
 
 def _per_subject(entries: Sequence[Compared], interval: Callable[[Cell], str]) -> list[list[Table]]:
     """Return tables of scores per task, distances and costs, each with its subject in the title."""
-    made = [(each, make_tables(each.subject.results, interval, each.from_full)) for each in entries]
+    entry_tables = [(entry, make_tables(entry.subject.results, interval, entry.from_full)) for entry in entries]
 
     def titled(name: str) -> list[Table]:
-        return [replace(table, title=f"{each.subject.name}: {table.title}")
-                for each, tables in made for table in getattr(tables, name)]  # fmt: skip
+        return [replace(table, title=f"{entry.subject.name}: {table.title}")
+                for entry, tables in entry_tables for table in getattr(tables, name)]  # fmt: skip
 
     return [titled("tasks"), titled("fidelity"), titled("costs")]

@@ -29,9 +29,11 @@ def measure_costs(grid: Grid, evaluator: Evaluator, writer: ResultsWriter) -> No
     full = grid.settings[0]
     for length in grid.lengths:
         missing = [
-            each
-            for each in grid.settings
-            if any((length, each.label, each.budget, r) not in writer.costs.done for r in range(grid.cost_samples))
+            setting
+            for setting in grid.settings
+            if any(
+                (length, setting.label, setting.budget, r) not in writer.costs.done for r in range(grid.cost_samples)
+            )
         ]
         if not missing:
             continue
@@ -44,9 +46,9 @@ def measure_costs(grid: Grid, evaluator: Evaluator, writer: ResultsWriter) -> No
         for repeat, ids in enumerate(prompts):
             turned = repeat % len(measured)
             rows = []
-            for each in measured[turned:] + measured[:turned]:
+            for setting in measured[turned:] + measured[:turned]:
                 row = {"length": length, "repeat": repeat, "seed": grid.seed, "env": writer.env}
-                rows.append(row | measure_one(evaluator, each, ids))
+                rows.append(row | measure_one(evaluator, setting, ids))
             # A repeat is written as a whole, so that its ratios belong to one run.
             writer.costs.add(sorted(rows, key=lambda row: row["label"] != full.label))
 
@@ -73,7 +75,7 @@ def measure_one(evaluator: Evaluator, setting: MethodSetting, ids: Tensor) -> Ro
         "new_tokens": stats.new_tokens,
         "ttft_s": stats.ttft_s,
         "tpot_s": stats.tpot_s,
-        "token_s": [round(each, 6) for each in result.token_s],
+        "token_s": [round(seconds, 6) for seconds in result.token_s],
         "kv_bytes": stats.kv_bytes,
         "kv_read_bytes": read_bytes(stats, result.cache),
         "peak_bytes": stats.peak_bytes,
@@ -86,4 +88,4 @@ def measure_one(evaluator: Evaluator, setting: MethodSetting, ids: Tensor) -> Ro
 def kept_map(result: GenerateResult) -> list[list[float]]:
     """Return [layers][BINS]: share of the prompt's tokens still stored, mean over KV heads, by position."""
     shares = result.kept.map(BINS, tokens=result.stats.prompt_tokens, stored=True)
-    return [[round(each, 4) for each in row] for row in shares.tolist()]
+    return [[round(share, 4) for share in row] for row in shares.tolist()]

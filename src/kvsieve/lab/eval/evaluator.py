@@ -57,7 +57,7 @@ class Evaluator:
         self.batch = batch
         self.chunk = chunk
         self.documents = DocumentReader(model, chunk)
-        self._weights = sum(each.nbytes for each in model.parameters())
+        self._weights = sum(parameter.nbytes for parameter in model.parameters())
         self.prompter = Prompter(tokenizer, model.generation_config.eos_token_id)
 
     def compare(
@@ -107,18 +107,20 @@ class Evaluator:
             outcomes.append(Outcome([], {}, state.cache.turn.record, applied, notes))
         scores: list[list[dict[str, float]]] = [[] for _ in plans]
         # Without a further turn's eviction to come the rows can stay together.
-        held = states if visible else self._stacked(states)
+        conversations = states if visible else self._stacked(states)
         new = (None if visible else encoded.question, *encoded.followups)
         for turn, ids in zip(sample.turns, new, strict=True):
-            asked = held
+            turn_states = conversations
             if ids is not None:
                 expected = turn.max_new_tokens
                 # What was read of the context serves other samples as well.
                 fork = sample.independent or (not visible and turn is sample.turns[0])
-                asked = [self._continue(each, ids, fork, visible, expected) for each in held]
+                turn_states = [
+                    self._continue(conversation, ids, fork, visible, expected) for conversation in conversations
+                ]
             if not sample.independent:
-                held = asked
-            found = self._answer(self._stacked(asked) if visible else asked, turn)
+                conversations = turn_states
+            found = self._answer(self._stacked(turn_states) if visible else turn_states, turn)
             for i, (outcome, per_turn) in enumerate(zip(outcomes, scores, strict=True)):
                 answer, distance = found[i]
                 outcome.answers.append(answer)
@@ -126,21 +128,21 @@ class Evaluator:
                 if turn is sample.turns[0]:
                     outcome.kl, outcome.kl_last, outcome.top1 = distance
         for outcome, per_turn in zip(outcomes, scores, strict=True):
-            outcome.metrics = {name: mean([each[name] for each in per_turn]) for name in per_turn[0]}
+            outcome.metrics = {name: mean([turn_scores[name] for turn_scores in per_turn]) for name in per_turn[0]}
             if len(per_turn) > 1:
-                outcome.metrics |= {f"turn_{i + 1}": each["score"] for i, each in enumerate(per_turn)}
+                outcome.metrics |= {f"turn_{i + 1}": turn_scores["score"] for i, turn_scores in enumerate(per_turn)}
         return outcomes
 
     def _continue(self, state: ReadState, ids: Tensor, fork: bool, act: bool, expected: int) -> ReadState:
         """Feed `ids` to conversations (to a copy with `fork`); with `act` their plan acts on them as well."""
-        given = torch.cat([state.given, ids], 1)
+        tokens = torch.cat([state.given, ids], 1)
         plan = state.plans[0] if act else after_prompt(state.plans[0])
         if plan.shortens_prompt:
-            read = read_alone(self.model, plan, given, options=ReadOptions(self.chunk))
-            return ReadState(state.plans, *read, given, state.order)
+            read = read_alone(self.model, plan, tokens, options=ReadOptions(self.chunk))
+            return ReadState(state.plans, *read, tokens, state.order)
         unseen = 0 if act else state.unseen + ids.shape[1]
-        if not self.documents.tables.same(state.cache.conversation.table_lengths, given.shape[1]):
-            return self._read_anew(state, given, unseen)
+        if not self.documents.tables.same(state.cache.conversation.table_lengths, tokens.shape[1]):
+            return self._read_anew(state, tokens, unseen)
         # Of those that go on from one state only the last one is used.
         cache = state.cache.fork(share=True) if fork else state.cache
         fed = torch.cat([state.fed, ids], 1)
@@ -152,7 +154,7 @@ class Evaluator:
             if plan.probes or plan.drafts:
                 read_prompt(sieve, fed, torch.ones_like(fed), cache, ReadOptions(self.chunk))
             logits = next_logits(sieve, cache, fed.expand(cache.conversation.batch, -1))[:, -1]
-        return ReadState(state.plans, cache, logits, fed, given, state.order, unseen)
+        return ReadState(state.plans, cache, logits, fed, tokens, state.order, unseen)
 
     def _read_anew(self, state: ReadState, given: Tensor, unseen: int) -> ReadState:
         """Prefill conversations again if their rotary tables change with the length."""
@@ -166,7 +168,7 @@ class Evaluator:
         """Stack similar states as rows of one cache; the first, the reference, stays alone."""
         groups = [[states[0]]]
         for state in states[1:]:
-            group = next((each for each in groups[1:] if len(each) < self.batch and self._suits(each, state)), None)
+            group = next((rows for rows in groups[1:] if len(rows) < self.batch and self._suits(rows, state)), None)
             if group is None:
                 groups.append([state])
             else:
@@ -196,7 +198,7 @@ class Evaluator:
             plan.shortens_prompt or after_prompt(plan).evict is not None for plan in plans
         ):
             return False
-        sizes = [_row_bytes(each.cache) for each in (*group, state)]
+        sizes = [_row_bytes(member.cache) for member in (*group, state)]
         small = len(sizes) * max(sizes) - sum(sizes) <= self._weights / 4
         return (small or max(sizes) <= 1.5 * min(sizes)) and can_stack([first.cache, state.cache])
 
@@ -217,12 +219,12 @@ class Evaluator:
             if not reference:
                 places = compared_places(used[0][1], turn.spread)
                 reference = tokens[0][: places[-1] + 1]
-            given = self._distributions(state, reference, places)
-            truth = truth if len(truth) else given
-            kl = (truth.exp() * (truth - given)).sum(-1).clamp_min(0)
-            same = (truth.argmax(-1) == given.argmax(-1)).float()
-            for i, (text, _), mine, agreed in zip(state.order, used, kl, same, strict=True):
-                found[i] = text, (mine.mean().item(), mine[0].item(), agreed.mean().item())
+            distributions = self._distributions(state, reference, places)
+            truth = truth if len(truth) else distributions
+            kl = (truth.exp() * (truth - distributions)).sum(-1).clamp_min(0)
+            same = (truth.argmax(-1) == distributions.argmax(-1)).float()
+            for i, (text, _), distance, agreed in zip(state.order, used, kl, same, strict=True):
+                found[i] = text, (distance.mean().item(), distance[0].item(), agreed.mean().item())
         return found
 
     def decode(self, state: ReadState, limit: int, tell: Callable[[AnswerPart], None] | None = None) -> list[Answer]:
@@ -259,10 +261,10 @@ class Evaluator:
 
     def _anew_behind(self, state: ReadState, row: int, made: list[int]) -> ReadState:
         """Prefill one row and its answer again if the rotary tables of its next token differ, as generate does."""
-        given = torch.cat([state.given, state.given.new_tensor([made])], 1)
+        tokens = torch.cat([state.given, state.given.new_tensor([made])], 1)
         unseen = state.unseen + len(made) if state.unseen else 0
-        alone = ReadState([state.plans[row]], state.cache, state.logits[row : row + 1], given, given, [0])
-        return self._read_anew(alone, given, unseen)
+        alone = ReadState([state.plans[row]], state.cache, state.logits[row : row + 1], tokens, tokens, [0])
+        return self._read_anew(alone, tokens, unseen)
 
     def _distributions(self, state: ReadState, reference: list[int], places: Sequence[int]) -> Tensor:
         """Return log-probabilities float32 [rows, len(places), V] of these `reference` tokens, given earlier ones."""
@@ -274,10 +276,10 @@ class Evaluator:
                 ids = torch.tensor([reference[:fed]], device=self.model.device).expand(len(state.logits), -1)
                 parts.append(answer_logits(sieve, cache, ids, [place - 1 for place in places if 0 < place <= fed]))
         found = [torch.cat(parts, 1).float().log_softmax(-1)] if parts else []
-        made = reference[: fed + 1]
+        beginning = reference[: fed + 1]
         rest = [place - fed - 1 for place in places if place > fed]
         if rest:
-            rows = [self._anew_behind(state, row, made) for row in range(len(state.logits))]
+            rows = [self._anew_behind(state, row, beginning) for row in range(len(state.logits))]
             found.append(torch.cat([self._distributions(row, reference[fed + 1 :], rest) for row in rows]))
         return torch.cat(found, 1)
 

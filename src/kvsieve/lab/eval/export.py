@@ -28,7 +28,7 @@ COLUMNS = (
 
 def rows_of(entries: Sequence[Compared]) -> list[Row]:
     """Return a row per cell and one per mean over tasks, with None for missing values."""
-    return [_row(each, cell) for each in entries for cell in [*each.cells, *each.means]]
+    return [_row(entry, cell) for entry in entries for cell in [*entry.cells, *entry.means]]
 
 
 def _row(each: Compared, cell: Cell) -> Row:

@@ -69,13 +69,13 @@ class Grid:
         for number in range(max(map(len, documents), default=0)):
             for length in self.lengths:
                 for task, samples in zip(self.tasks, documents, strict=True):
-                    mine = samples[number] if number < len(samples) else []
-                    for at, index in enumerate(mine, 1):
+                    indices = samples[number] if number < len(samples) else []
+                    for at, index in enumerate(indices, 1):
                         for question in self.questions:
                             if question in task.modes:
                                 document = (number + 1, len(samples))
-                                asked = (at, len(mine))
-                                yield Unit(task, length, question, index, document, asked)
+                                place = (at, len(indices))
+                                yield Unit(task, length, question, index, document, place)
 
     def _documents(self, task: Task) -> list[list[int]]:
         """Return the indices of a task's samples, a list per document."""

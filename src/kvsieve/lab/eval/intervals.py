@@ -125,10 +125,10 @@ class _Units:
         known: dict[Hashable, list[int]] = {}
         for (task, _), number in numbers.items():
             known.setdefault(task, []).append(number)
-        of_task = tuple(np.array(each) for each in known.values())
+        of_task = tuple(np.array(units) for units in known.values())
         parts = np.empty_like(sums)
-        for each in of_task:
-            parts[each] = sums[each] / sizes[each].sum() / len(of_task)
+        for units in of_task:
+            parts[units] = sums[units] / sizes[units].sum() / len(of_task)
         return cls(values, sums, sizes, parts, of_task)
 
     @property
@@ -142,13 +142,13 @@ class _Units:
     @property
     def strata(self) -> tuple[np.ndarray, ...]:
         """Units of each task; of all tasks together if one has a single document, and so no spread."""
-        return self.of_task if all(len(each) > 1 for each in self.of_task) else (np.arange(len(self.sums)),)
+        return self.of_task if all(len(units) > 1 for units in self.of_task) else (np.arange(len(self.sums)),)
 
     def interval(self, within: tuple[float, float] | None) -> tuple[float, float]:
         means = np.round(self.sums / self.sizes, 9)
         if within == SCORES and self._are_pairs(means):
             return tango(int((self.values > 0).sum()), int((self.values < 0).sum()), self.samples)
-        odd = sum(len(each) - np.unique(means[each], return_counts=True)[1].max() for each in self.strata)
+        odd = sum(len(units) - np.unique(means[units], return_counts=True)[1].max() for units in self.strata)
         if within is not None and odd < FEWEST_DIFFERENT:
             return self._gaffke(within)
         half = self._student() if odd else math.inf
@@ -156,11 +156,11 @@ class _Units:
         return max(self.mean - half, low), min(self.mean + half, high)
 
     def _are_pairs(self, means: np.ndarray) -> bool:
-        alike = len({self.sizes[each].sum() for each in self.of_task}) == 1
+        alike = len({self.sizes[units].sum() for units in self.of_task}) == 1
         return alike and self.sizes.max() == 1 and set(means) <= {-1.0, 0.0, 1.0}
 
     def _gaffke(self, within: tuple[float, float]) -> tuple[float, float]:
-        weights = np.concatenate([self.sizes[each] / self.sizes[each].sum() for each in self.of_task])
+        weights = np.concatenate([self.sizes[units] / self.sizes[units].sum() for units in self.of_task])
         most = float(weights.max()) * len(self.parts) / len(self.of_task)
         low, high = gaffke(self.parts * len(self.parts), (within[0] * most, within[1] * most))
         return max(low, within[0]), min(high, within[1])
@@ -169,10 +169,10 @@ class _Units:
         """Return half the interval's width."""
         variances = []
         freedoms = []
-        for each in self.strata:
-            count = len(each)
-            size = self.sizes[each].sum()
-            errors = (self.sums[each] - self.sums[each].sum() / size * self.sizes[each]) / size / len(self.strata)
+        for units in self.strata:
+            count = len(units)
+            size = self.sizes[units].sum()
+            errors = (self.sums[units] - self.sums[units].sum() / size * self.sizes[units]) / size / len(self.strata)
             variances.append(count / (count - 1) * float((errors**2).sum()))
             freedoms.append(count - 1)
         freedom = sum(variances) ** 2 / sum(v**2 / f for v, f in zip(variances, freedoms, strict=True) if v)
@@ -246,11 +246,11 @@ def sign_flip(values: np.ndarray) -> float:
     if np.ptp(sizes) < _TINY:
         # As of a coin's tosses; McNemar's exact test.
         heads = round((count + seen) / 2)
-        return min(1.0, 2 * sum(math.comb(count, each) for each in range(heads, count + 1)) / 2**count)
+        return min(1.0, 2 * sum(math.comb(count, k) for k in range(heads, count + 1)) / 2**count)
     if count <= _ENUMERATED:
         sums = np.zeros(1)
-        for each in sizes:
-            sums = np.concatenate([sums + each, sums - each])
+        for size in sizes:
+            sums = np.concatenate([sums + size, sums - size])
         return float(np.mean(np.abs(sums) >= seen - _TINY))
     beyond = np.count_nonzero(np.abs(_signs(count) @ sizes) >= seen - 1e-6)
     return float((beyond + 1) / (DRAWS + 1))

@@ -169,9 +169,9 @@ class KvsieveLM(HFLM):
                         dtype=self.softmax_dtype,
                     )
                 self.calls.append(scored)
-                for index, each in zip(same, scored.scores, strict=True):
-                    found[index] = each
-                    self.cache_hook.add_partial("loglikelihood", requests[index][0], each)
+                for index, result in zip(same, scored.scores, strict=True):
+                    found[index] = result
+                    self.cache_hook.add_partial("loglikelihood", requests[index][0], result)
                 progress.update(len(same))
         self._report(self.calls[before:])
         if not loglikelihood.changes_first_token(self.plan) and all(len(answer) == 1 for _, answer in pairs):
@@ -186,7 +186,7 @@ class KvsieveLM(HFLM):
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """HFLM's under full KV. Raises UnsupportedOptionError under any other plan."""
         if self.plan.roles:
-            tasks = sorted({name for each in requests if (name := getattr(each, "task_name", None))})
+            tasks = sorted({name for request in requests if (name := getattr(request, "task_name", None))})
             raise UnsupportedOptionError(
                 f"{', '.join(tasks) or 'the task'} asks for loglikelihood_rolling, the likelihood of a whole text: it "
                 f"has no context that {self.plan.name!r} could reduce, and its parts could not be scored alone, since "
@@ -199,14 +199,14 @@ class KvsieveLM(HFLM):
         """As HFLM's. Raises UnsupportedOptionError for a ``--use_cache`` file with answers of another plan."""
         answers = cache_hook.dbdict
         if answers is not None:
-            mine = json.dumps(self.plan.to_dict(), sort_keys=True)
-            if len(answers) and answers.get(_CACHE_KEY) != mine:
+            plan_key = json.dumps(self.plan.to_dict(), sort_keys=True)
+            if len(answers) and answers.get(_CACHE_KEY) != plan_key:
                 raise UnsupportedOptionError(
                     "the --use_cache file holds answers of another plan or model type "
                     f"({answers.get(_CACHE_KEY) or 'not written by kvsieve'}), and the harness would return them as "
                     f"those of {self.plan.name!r}; use one file per plan"
                 )
-            answers[_CACHE_KEY] = mine
+            answers[_CACHE_KEY] = plan_key
         super().set_cache_hook(cache_hook)
 
     def get_model_info(self) -> dict[str, Any]:
@@ -232,8 +232,8 @@ def _split(method: str | None, arguments: dict[str, Any]) -> tuple[Plan, dict[st
         raise PlanError(f"--model_args names no method; add method=..., one of {', '.join(list_methods())}")
     info = method_info(method)
     known = [name for name in inspect.signature(HFLM.__init__).parameters if name not in ("self", "kwargs")]
-    given = {name: value for name, value in arguments.items() if name in info.parameters or name in _STORED}
-    rest = {name: value for name, value in arguments.items() if name not in given}
+    parameters = {name: value for name, value in arguments.items() if name in info.parameters or name in _STORED}
+    rest = {name: value for name, value in arguments.items() if name not in parameters}
     for name in rest:
         if name not in known:
             # HFLM would pass it to from_pretrained, which ignores misspelt parameters.
@@ -244,4 +244,4 @@ def _split(method: str | None, arguments: dict[str, Any]) -> tuple[Plan, dict[st
                 f"({info.name} takes {takes}); for other options of from_pretrained, load the model yourself and pass "
                 "it as KvsieveLM(pretrained=model, tokenizer=tokenizer)"
             )
-    return plan_without_floor(info.name, **given), rest
+    return plan_without_floor(info.name, **parameters), rest

@@ -46,8 +46,8 @@ def subjects(directories: Sequence[Results]) -> list[Subject]:
     if not directories:
         raise InputError("no results directory is given; name at least one")
     apart: dict[tuple[Any, ...], list[Results]] = {}
-    for each in directories:
-        apart.setdefault(_identity(each), []).append(each)
+    for directory in directories:
+        apart.setdefault(_identity(directory), []).append(directory)
     return [_subject(_name(identity, list(apart)), identity, parts) for identity, parts in apart.items()]
 
 
@@ -60,8 +60,8 @@ def machine_of(results: Results) -> str:
     """Return the accelerators or processors of a directory's rows."""
     environments = results.run["environments"]
     used = {row.get("env") for row in [*results.samples, *results.costs]}
-    stamps = [each for number, each in enumerate(environments) if number in used] or environments
-    names = (each.get("processor") if each.get("device") in (None, "cpu") else each["device"] for each in stamps)
+    stamps = [stamp for number, stamp in enumerate(environments) if number in used] or environments
+    names = (stamp.get("processor") if stamp.get("device") in (None, "cpu") else stamp["device"] for stamp in stamps)
     return ", ".join(distinct(str(name or "unknown machine") for name in names)) or "unknown machine"
 
 
@@ -76,7 +76,7 @@ def _name(identity: tuple[Any, ...], others: Sequence[tuple[Any, ...]]) -> str:
 
 
 def _subject(name: str, identity: tuple[Any, ...], parts: Sequence[Results]) -> Subject:
-    folders = tuple(each.folder for each in parts)
+    folders = tuple(part.folder for part in parts)
     return Subject(name, identity[0], identity[1], parts[0] if len(parts) == 1 else _merged(parts), folders)
 
 
@@ -94,9 +94,9 @@ def _merged(parts: Sequence[Results]) -> Results:
         environments += part.run["environments"]
         for row in part.samples:
             key = tuple(row[name] for name in SAMPLE_KEY)
-            asked = questions.setdefault(key[:4], (row.get("expected"), part.folder))
-            if asked[0] != row.get("expected"):
-                raise _contradiction(row, "another question", asked[1], part.folder)
+            question = questions.setdefault(key[:4], (row.get("expected"), part.folder))
+            if question[0] != row.get("expected"):
+                raise _contradiction(row, "another question", question[1], part.folder)
             known = samples.setdefault(key, _moved(row, before))
             if any(known.get(name) != row.get(name) for name in _OUTCOME):
                 raise _contradiction(row, f"another outcome under {row['label']!r}", origin[key], part.folder)
@@ -135,14 +135,14 @@ def _settings(parts: Sequence[Results]) -> list[Row]:
     """Return the settings of all. Raises InputError for a label with different parameters in another directory."""
     known: dict[tuple[str, str | None], tuple[Row, Path]] = {}
     for part in parts:
-        for each in part.run.get("settings", []):
-            first, folder = known.setdefault((each["label"], each["budget"]), (each, part.folder))
+        for row in part.run.get("settings", []):
+            first, folder = known.setdefault((row["label"], row["budget"]), (row, part.folder))
             before = first["parameters"]
-            after = each["parameters"]
+            after = row["parameters"]
             for name in before.keys() & after.keys():
                 if before[name] != after[name]:
                     raise InputError(
-                        f"'{folder}' and '{part.folder}' contradict each other: {each['label']!r} at {each['budget']} "
+                        f"'{folder}' and '{part.folder}' contradict each other: {row['label']!r} at {row['budget']} "
                         f"has {name} {before[name]!r} in the first and {after[name]!r} in the second; give one of them"
                     )
-    return [each for each, _ in known.values()]
+    return [row for row, _ in known.values()]

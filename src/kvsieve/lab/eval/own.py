@@ -69,8 +69,8 @@ def compared_rows(
     rows = []
     for unit in grid.units():
         sample = task.sample(unit.index, length, seed, evaluator.prompter.count)
-        outcomes = evaluator.run(sample, [each.plan for each in settings], question)
-        rows += [sample_row(unit, sample, *each) for each in zip(settings, outcomes, strict=True)]
+        outcomes = evaluator.run(sample, [setting.plan for setting in settings], question)
+        rows += [sample_row(unit, sample, *pair) for pair in zip(settings, outcomes, strict=True)]
     return rows
 
 
@@ -90,14 +90,14 @@ def compared_settings(methods: Methods, model: Any, tokenizer: Any) -> list[Meth
     if isinstance(methods, Method):
         methods = [methods]
     labelled: Iterable[tuple[str | None, Method]]
-    labelled = methods.items() if isinstance(methods, Mapping) else [(None, each) for each in methods]
+    labelled = methods.items() if isinstance(methods, Mapping) else [(None, method) for method in methods]
     out = [setting(FULL, {})]
     for label, method in labelled:
         one = _setting(method, model, tokenizer)
         if not one.plan.roles:
             continue
         one = one if label is None else dataclasses.replace(one, label=label)
-        if any((one.label, one.budget) == (each.label, each.budget) for each in out):
+        if any((one.label, one.budget) == (other.label, other.budget) for other in out):
             raise InputError(
                 f"two methods are called {one.label!r} at a budget of {one.budget}; give a dict with a label for each, "
                 "such as {'mine': Mine(budget='20%')}"
@@ -111,8 +111,8 @@ def _setting(method: Method, model: Any, tokenizer: Any) -> MethodSetting:
         specs = split_specs(method)
         if len(specs) != 1:
             raise InputError(f"a method is written like 'snapkv:budget=20%', got {short(method)}")
-        ((name, given),) = specs
-        return setting(name, given).for_model(model, tokenizer)
+        ((name, arguments),) = specs
+        return setting(name, arguments).for_model(model, tokenizer)
     if isinstance(method, Role):
         plan = settled_role(method, model, tokenizer).for_model(model, tokenizer)
     elif isinstance(method, Plan):

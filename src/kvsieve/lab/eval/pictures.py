@@ -47,7 +47,7 @@ def _wanted(results: Results) -> Iterator[Wanted]:
     means = task_means(parts)
     groups = sorted(distinct((cell.length, cell.question) for cell in parts), key=lambda g: (-g[0], g[1] != "visible"))
     for length, question in groups:
-        mine = [cell for cell in parts if (cell.length, cell.question) == (length, question)]
+        group = [cell for cell in parts if (cell.length, cell.question) == (length, question)]
         average = [cell for cell in means if (cell.length, cell.question) == (length, question)]
         measured = [cell for cell in costs if cell.length == length]
         end = f"{length}-{question}"
@@ -55,7 +55,7 @@ def _wanted(results: Results) -> Iterator[Wanted]:
         yield (f"accuracy-{end}", "accuracy", f"Score by budget: {what}",
                f"One panel per task: score against budget for each method, with 95% intervals; {what}. "
                "The tables hold the same numbers.",
-               partial(plots.accuracy_by_budget, mine, titles, look))  # fmt: skip
+               partial(plots.accuracy_by_budget, group, titles, look))  # fmt: skip
         yield (f"tradeoff-{end}", "tradeoff", f"Mean score against cost: {what}",
                f"Mean score over tasks against KV memory, time per token and time to first token; {what}. "
                "A line joins the best scores for their cost.",
@@ -84,7 +84,7 @@ def _has_depth(row: Row) -> bool:
 def _needles(results: Results) -> Iterator[Wanted]:
     rows = [row for row in results.samples if row["task"] == NEEDLE and _has_depth(row)]
     for question in sorted(distinct(row["question"] for row in rows), reverse=True):
-        mine = [row for row in rows if row["question"] == question]
+        question_rows = [row for row in rows if row["question"] == question]
         yield (f"needle-{question}", "needle", f"Needle by depth: question {question}",
                f"Heat maps of the score by depth of the needle, one per method; question {question}.",
-               partial(plots_maps.needle_map, mine, results.labels))  # fmt: skip
+               partial(plots_maps.needle_map, question_rows, results.labels))  # fmt: skip

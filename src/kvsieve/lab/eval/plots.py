@@ -45,8 +45,8 @@ def accuracy_by_budget(parts: Sequence[Cell], titles: Mapping[str, str], style: 
         if index >= len(tasks):
             panel.set_visible(False)
             continue
-        mine = [cell for cell in parts if cell.task == tasks[index]]
-        handles.update(_score_lines(panel, mine, labels, style, places))
+        cells = [cell for cell in parts if cell.task == tasks[index]]
+        handles.update(_score_lines(panel, cells, labels, style, places))
         panel.set_title(wrap(titles[tasks[index]], 36, 2))
         _percent_grid(panel)
         # With shared axes only the lowest row has tick labels; a short last row leaves columns without.
@@ -65,21 +65,21 @@ def _score_lines(
     handles: dict[str, object] = {}
     span = max(places.values()) - min(places.values()) or 1.0
     for index, label in enumerate(labels):
-        mine = [cell for cell in parts if cell.label == label]
+        cells = [cell for cell in parts if cell.label == label]
         # Side by side, so that whiskers of equal scores do not hide each other.
         shift = 0.012 * span * (index - len(labels) / 2) * min(1.0, 8 / len(labels))
-        level = next((cell for cell in mine if cell.budget is None), None)
+        level = next((cell for cell in cells if cell.budget is None), None)
         if level is not None:
             dashes = (0, (5, 3)) if label == FULL else (0, (1, 1.5))
             handles[label] = axes.axhline(
                 100 * level.score, color=style[label].colour, linestyle=dashes, linewidth=1.3, zorder=1.5
             )
-        mine = sorted((cell for cell in mine if cell.budget is not None), key=lambda cell: budget_order(cell.budget))
-        if mine:
+        cells = sorted((cell for cell in cells if cell.budget is not None), key=lambda cell: budget_order(cell.budget))
+        if cells:
             handles[label] = axes.errorbar(
-                [places[cell.budget or ""] + shift for cell in mine],
-                [100 * cell.score for cell in mine],
-                [[100 * (c.score - c.low) for c in mine], [100 * (c.high - c.score) for c in mine]],
+                [places[cell.budget or ""] + shift for cell in cells],
+                [100 * cell.score for cell in cells],
+                [[100 * (c.score - c.low) for c in cells], [100 * (c.high - c.score) for c in cells]],
                 color=style[label].colour, marker=style[label].marker, markersize=5, linewidth=1.4, elinewidth=0.7,
                 capsize=1.5, zorder=2 + index / 100,
             )  # fmt: skip
@@ -131,8 +131,8 @@ def trade_off(means: Sequence[Cell], costs: Sequence[CostCell], style: Mapping[s
 def _scatter(
     axes: Axes, points: Sequence[tuple[Cell, float]], style: Mapping[str, Look], budgets: Sequence[str | None]
 ) -> None:
-    given: list[str | None] = [budget for budget in budgets if budget is not None]
-    sizes = {budget: 22.0 + 18.0 * place for place, budget in enumerate(given)}
+    known: list[str | None] = [budget for budget in budgets if budget is not None]
+    sizes = {budget: 22.0 + 18.0 * place for place, budget in enumerate(known)}
     xs = [x for _, x in points]
     if points and min(xs) > 0 and max(xs) / min(xs) > 6:
         axes.set_xscale("log", base=2)
@@ -185,9 +185,9 @@ def latency(costs: Sequence[CostCell]) -> Figure:
     tick_names = []
     longest = 0.0
     for label in labels:
-        mine = sorted((cell for cell in costs if cell.label == label), key=lambda cell: budget_order(cell.budget))
-        for place, cell in enumerate(mine):
-            y = top + (heights[label] - len(mine)) / 2 + place + 0.5
+        cells = sorted((cell for cell in costs if cell.label == label), key=lambda cell: budget_order(cell.budget))
+        for place, cell in enumerate(cells):
+            y = top + (heights[label] - len(cells)) / 2 + place + 0.5
             longest = max(longest, _time_bar(axes, y, cell))
             ticks.append(y)
             tick_names.append(cell.budget or "all")
@@ -231,10 +231,10 @@ def fidelity(means: Sequence[Cell], style: Mapping[str, Look]) -> Figure:
     figure = new_figure(8.0 + _LEGEND_WIDTH, max(3.3, legend_height(labels)))
     left, right = figure.subplots(1, 2)
     for label in labels:
-        mine = [cell for cell in means if cell.label == label]
+        cells = [cell for cell in means if cell.label == label]
         for axes, name, scale in ((left, "kl", 1.0), (right, "top1", 100.0)):
             # A logarithmic axis has no place for zero, and none has one for infinity.
-            points = [(cell.budget, scale * value) for cell in mine if (value := getattr(cell, name)) is not None
+            points = [(cell.budget, scale * value) for cell in cells if (value := getattr(cell, name)) is not None
                       and math.isfinite(value) and (name == "top1" or value > 0)]  # fmt: skip
             _fidelity_line(axes, points, style[label], places)
     if left.lines:

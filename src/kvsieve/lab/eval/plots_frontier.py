@@ -78,10 +78,10 @@ _ALT = (
 
 def short_names(entries: Sequence[Compared]) -> dict[str, str]:
     """Return label -> the method alone, if no model has two labels of it."""
-    labels = [each.subject.results.labels for each in entries]
-    methods = [[label.split()[0] for label in mine] for mine in labels]
-    alone = {method for mine in methods for method in mine if all(each.count(method) < 2 for each in methods)}
-    return {label: label.split()[0] if label.split()[0] in alone else label for mine in labels for label in mine}
+    labels = [entry.subject.results.labels for entry in entries]
+    methods = [[label.split()[0] for label in names] for names in labels]
+    alone = {method for names in methods for method in names if all(others.count(method) < 2 for others in methods)}
+    return {label: label.split()[0] if label.split()[0] in alone else label for names in labels for label in names}
 
 
 def frontiers(entries: Sequence[Compared], png: bool = True) -> list[Picture]:
@@ -93,18 +93,18 @@ def planned(entries: Sequence[Compared]) -> Iterator[Wanted]:
     """Yield pictures per question mode: score and KL against each measured cost, and task groups."""
     names = short_names(entries)
     look = looks(distinct(names.values()))
-    questions = distinct(cell.question for each in entries for cell in each.means)
+    questions = distinct(cell.question for entry in entries for cell in entry.means)
     for question in sorted(questions, reverse=True):
         for measure, what in (("score", "Mean score"), ("kl", "KL to full KV")):
             for short, across, cost in _COSTS:
                 panels = [
-                    panel for each in entries for panel in _panels(each, question, (across, cost), measure, names)
+                    panel for entry in entries for panel in _panels(entry, question, (across, cost), measure, names)
                 ]
                 if panels:
                     title = f"{what} against {across}: question {question}"
                     yield (f"frontier-{measure}-{short}-{question}", "frontier", title, f"{title}. {_ALT}",
                            partial(_draw, panels, look, measure))  # fmt: skip
-        groups = [panel for each in entries for panel in _groups(each, question, names)]
+        groups = [panel for entry in entries for panel in _groups(entry, question, names)]
         if groups:
             title = f"Score by task group against {_COSTS[0][1]}: question {question}"
             yield f"groups-{question}", "groups", title, f"{title}. {_ALT}", partial(_draw, groups, look, "score")
@@ -126,10 +126,10 @@ def _groups(each: Compared, question: str, names: dict[str, str]) -> Iterator[_P
     """Yield a panel per length and group of tasks; the group is the prefix of a task's name."""
     parts = [cell for cell in each.cells if cell.question == question]
     for length in sorted(distinct(cell.length for cell in parts)):
-        mine = [cell for cell in parts if cell.length == length]
-        groups = distinct(cell.task.partition("_")[0] for cell in mine)
+        cells = [cell for cell in parts if cell.length == length]
+        groups = distinct(cell.task.partition("_")[0] for cell in cells)
         for group in groups if len(groups) > 1 else ():
-            means = _same_tasks([cell for cell in mine if cell.task.partition("_")[0] == group])
+            means = _same_tasks([cell for cell in cells if cell.task.partition("_")[0] == group])
             title = f"{group}: {each.subject.name}, {length} tokens"
             yield _Panel(title, _COSTS[0][1], _points(each, means, _COSTS[0][2], "score", names))
 

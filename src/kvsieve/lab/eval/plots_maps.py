@@ -35,8 +35,8 @@ def needle_map(samples: Sequence[Row], labels: Sequence[str]) -> Figure:
         return _needle_by_budget(samples, labels, depths, budgets)
 
     def value(label: str, budget: str | None) -> np.ndarray | None:
-        mine = [row for row in samples if row["label"] == label and row["budget"] == budget]
-        return _means(mine, depths, lengths, lambda row: row["length"]) if mine else None
+        rows = [row for row in samples if row["label"] == label and row["budget"] == budget]
+        return _means(rows, depths, lengths, lambda row: row["length"]) if rows else None
 
     def draw(axes: Axes, values: np.ndarray) -> Any:
         return _score_cells(axes, values, list(depths), [str(length) for length in lengths])
@@ -59,9 +59,9 @@ def _needle_by_budget(
         panel.set_visible(False)
     image: Any = None
     for index, (panel, label) in enumerate(zip(grid.flat, wanted, strict=False)):
-        mine = [row for row in samples if row["label"] == label]
-        shown = [budget for budget in budgets if any(row["budget"] == budget for row in mine)]
-        values = _means(mine, depths, shown, lambda row: row["budget"])
+        label_rows = [row for row in samples if row["label"] == label]
+        shown = [budget for budget in budgets if any(row["budget"] == budget for row in label_rows)]
+        values = _means(label_rows, depths, shown, lambda row: row["budget"])
         image = _score_cells(panel, values, list(depths), [budget or "all" for budget in shown])
         panel.set_title(wrap(label, 28, 4), fontsize=8.5)
         panel.tick_params(labelleft=index % columns == 0)
@@ -162,13 +162,13 @@ def _panel_grid(
     ticks: Sequence[float] | None = None,
 ) -> Figure:
     """Plot rows of labels, columns of budgets. panel: inches. texts: of the x axis, the y axis and the colour bar."""
-    given, runs = _columns(labels, budgets, value)
-    width = _NAME_WIDTH + panel[0] * given + 1.1
+    columns, runs = _columns(labels, budgets, value)
+    width = _NAME_WIDTH + panel[0] * columns + 1.1
     figure = new_figure(width, 0.9 + len(labels) * (panel[1] + 0.12))
-    grid = figure.subplots(len(labels), given, squeeze=False)
+    grid = figure.subplots(len(labels), columns, squeeze=False)
     image: Any = None
     for i, label in enumerate(labels):
-        for j in range(given):
+        for j in range(columns):
             axes = grid[i][j]
             if (i, j) not in runs:
                 axes.set_axis_off()  # not invisible: the label's name hangs on the first panel
@@ -201,7 +201,7 @@ def _columns(
     known = {label: [budget for budget in budgets if value(label, budget) is not None] for label in labels}
     # Labels without a budget use the first column; it is separate only if a label occurs with and without one.
     own = any(None in found and len(found) > 1 for found in known.values())
-    columns: Sequence[str | None] = budgets if own else [each for each in budgets if each is not None] or [None]
+    columns: Sequence[str | None] = budgets if own else [budget for budget in budgets if budget is not None] or [None]
     places = {
         (i, 0 if budget is None else columns.index(budget)): budget
         for i, label in enumerate(labels)

@@ -192,20 +192,20 @@ class DocumentReader:
                 states[i] = ReadState([plan], *read, ids, [i])
         together = {i: plan for i, plan in plans.items() if i not in states}
         for propagate in dict.fromkeys(plan.propagate for plan in together.values()):
-            mine = {i: plan for i, plan in together.items() if plan.propagate == propagate}
+            group = {i: plan for i, plan in together.items() if plan.propagate == propagate}
             # Propagators see to theirs as they read.
-            window = max(plan.window if propagate else plan.queries(ids.shape[1]) for plan in mine.values())
+            window = max(plan.window if propagate else plan.queries(ids.shape[1]) for plan in group.values())
             shared = read_shared(
                 self.model,
                 propagate,
                 ids,
                 torch.ones_like(ids),
                 window=window,
-                evictors=[plan.evict for plan in mine.values()],
+                evictors=[plan.evict for plan in group.values()],
                 options=ReadOptions(self.chunk, expected),
-                prefix=self._prefix(document, mine.values(), ids),
+                prefix=self._prefix(document, group.values(), ids),
             )
-            for i, plan in mine.items():
+            for i, plan in group.items():
                 states[i] = ReadState(
                     [plan], shared.reduced(plan.evict, plan.codec, plan.rest), shared.logits, ids, ids, [i]
                 )

@@ -68,7 +68,7 @@ def write_report(entry: Compared, formats: Sequence[str] = FORMATS) -> list[Path
 
 def check_formats(formats: Sequence[str]) -> None:
     """Raise InputError for an unknown format."""
-    unknown = [each for each in formats if each not in FORMATS]
+    unknown = [form for form in formats if form not in FORMATS]
     if unknown or not formats:
         raise InputError(f"--formats must name some of {', '.join(FORMATS)}, got {', '.join(unknown) or 'nothing'}")
 
@@ -99,7 +99,7 @@ def markdown_report(entry: Compared) -> str:
     groups = (("Summary", tables.summary), ("Settings", settings_table(results, entry.baseline)),
               (DIFFERENCES, _differences(entry)), ("Scores per task", tables.tasks),
               ("Distance to full KV", tables.fidelity), ("Costs", tables.costs))  # fmt: skip
-    return markdown_tables(_title(results), groups, [f"{each}." for each in cut_documents(results.samples)])
+    return markdown_tables(_title(results), groups, [f"{text}." for text in cut_documents(results.samples)])
 
 
 def markdown_tables(title: str, groups: Iterable[tuple[str, Sequence[Table]]], notes: Sequence[str] = ()) -> str:
@@ -133,12 +133,12 @@ def differences_section(tables: Sequence[Table]) -> str:
 def html_report(entry: Compared, pictures: Sequence[Picture]) -> str:
     results = entry.subject.results
     tables = make_tables(results, bounds, entry.from_full)
-    shown = {kind: h.figures([each for each in pictures if each.kind == kind]) for kind in
+    shown = {kind: h.figures([picture for picture in pictures if picture.kind == kind]) for kind in
              ("accuracy", "tradeoff", "fidelity", "needle", "latency", "kept")}  # fmt: skip
     first = "\n".join(h.table(table, f"summary-{index}") for index, table in enumerate(tables.summary))
     sections = [
         ("summary", "Summary", first),
-        ("settings", "Settings", "\n".join(h.table(each) for each in settings_table(results, entry.baseline))),
+        ("settings", "Settings", "\n".join(h.table(table) for table in settings_table(results, entry.baseline))),
         ("differences", DIFFERENCES, differences_section(_differences(entry))),
         ("accuracy", "Score by budget", shown["accuracy"]),
         ("tradeoff", "Score against cost", shown["tradeoff"]),
@@ -162,12 +162,12 @@ def _title(results: Results) -> str:
 
 def unfolding(tables: Sequence[Table]) -> str:
     """Return the first table, and the others collapsed."""
-    parts = [h.table(each) for each in tables[:1]] + [h.details(each.title, h.table(each)) for each in tables[1:]]
+    parts = [h.table(table) for table in tables[:1]] + [h.details(table.title, h.table(table)) for table in tables[1:]]
     return "\n".join(parts)
 
 
 def _scores(tables: Tables) -> str:
-    others = [h.details(each.title, h.table(each)) for each in tables.metrics]
+    others = [h.details(table.title, h.table(table)) for table in tables.metrics]
     return "\n".join([unfolding(tables.tasks), *others])
 
 
@@ -196,8 +196,10 @@ def _duration(seconds: Any) -> str:
 def _machines(results: Results) -> list[Row]:
     """Return the environments that differ in more than time and command."""
     found: dict[str, Row] = {}
-    for each in results.run.get("environments") or []:
-        found.setdefault(str({key: value for key, value in each.items() if key not in ("time", "command")}), each)
+    for environment in results.run.get("environments") or []:
+        found.setdefault(
+            str({key: value for key, value in environment.items() if key not in ("time", "command")}), environment
+        )
     return list(found.values())
 
 
@@ -217,8 +219,8 @@ def _warnings(results: Results) -> str:
         texts.append("The costs were measured in environments that differ; compare times with care.")
     if results.costs and not any(row["label"] == FULL for row in results.costs):
         texts.append("Full KV was not timed: there are no ratios to it.")
-    texts += [f"{each}." for each in cut_documents(results.samples)]
-    return "\n".join(h.paragraph(each, "warn") for each in texts)
+    texts += [f"{text}." for text in cut_documents(results.samples)]
+    return "\n".join(h.paragraph(text, "warn") for text in texts)
 
 
 def _setup(results: Results) -> str:
@@ -254,11 +256,11 @@ def _examples(results: Results) -> str:
     """Return the first sample of every task at the longest length: expected and actual answers."""
     parts = []
     for task, title in results.tasks.items():
-        mine = [row for row in results.samples if row["task"] == task]
-        length = max(row["length"] for row in mine)
-        first = min(row["sample"] for row in mine)
-        for question in sorted(distinct(row["question"] for row in mine), reverse=True):
-            rows = [r for r in mine if (r["length"], r["sample"], r["question"]) == (length, first, question)]
+        task_rows = [row for row in results.samples if row["task"] == task]
+        length = max(row["length"] for row in task_rows)
+        first = min(row["sample"] for row in task_rows)
+        for question in sorted(distinct(row["question"] for row in task_rows), reverse=True):
+            rows = [r for r in task_rows if (r["length"], r["sample"], r["question"]) == (length, first, question)]
             rows.sort(key=lambda row: results.labels.index(row["label"]))
             if rows:
                 name = f"{title}: sample {first}, {length} tokens, question {question}"

@@ -99,16 +99,16 @@ def _problem_within(run: Row) -> str | None:
     for name, title in run["tasks"].items():
         if not isinstance(title, str):
             return f"the task {short(name)} has the title {short(title)}, expected text"
-    for number, each in enumerate(run["environments"]):
-        if not isinstance(each, dict):
-            return f"environment {number} is {short(each)}, expected an object"
+    for number, environment in enumerate(run["environments"]):
+        if not isinstance(environment, dict):
+            return f"environment {number} is {short(environment)}, expected an object"
     if not isinstance(run.get("data", {}), dict):
         return f"'data' is {short(run['data'])}, expected an object"
     settings = run.get("settings", [])
     if not isinstance(settings, list):
         return f"'settings' is {short(settings)}, expected a list"
-    for number, each in enumerate(settings):
-        problem = row_problem(each, _SETTING_FIELDS)
+    for number, setting in enumerate(settings):
+        problem = row_problem(setting, _SETTING_FIELDS)
         if problem:
             return f"setting {number}: {problem}"
     return None

@@ -112,7 +112,7 @@ def groups(rows: Iterable[Row], key: Sequence[str], first_only: bool = False) ->
 def finite(value: Any) -> Any:
     """Replace numbers that JSON cannot represent by None."""
     if isinstance(value, dict):
-        return {key: finite(each) for key, each in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -124,7 +124,7 @@ def cut_documents(rows: Iterable[Row]) -> list[str]:
         if isinstance(meta.get("cut"), int) and isinstance(meta.get("document"), int):
             cuts.setdefault((row["task"], row["length"]), {})[meta["document"]] = meta["cut"]
     return [
-        f"{task}: {sum(gone > 0 for gone in found.values())} of {len(found)} documents were cut to {length} tokens"
+        f"{task}: {sum(count > 0 for count in found.values())} of {len(found)} documents were cut to {length} tokens"
         for (task, length), found in cuts.items()
         if any(found.values())
     ]

@@ -29,15 +29,15 @@ def run_grid(grid: Grid, evaluator: Evaluator, writer: ResultsWriter, progress: 
     context = context_of(evaluator.model.config)
     total = len(todo) + (grid.cost_samples > 0)
     sample: Sample | None = None
-    made: tuple[Any, ...] = ()
+    place: tuple[Any, ...] = ()
     for number, (unit, pending) in enumerate(todo):
         if progress is not None:
             progress(number, total, str(unit))
-        if made != (unit.task.name, unit.length, unit.index) or sample is None:
+        if place != (unit.task.name, unit.length, unit.index) or sample is None:
             sample = unit.task.sample(unit.index, unit.length, grid.seed, evaluator.prompter.count)
             _check_room(evaluator, sample, unit, context)
-            made = (unit.task.name, unit.length, unit.index)
-        outcomes = evaluator.run(sample, [grid.settings[0].plan, *(each.plan for each in pending)], unit.question)
+            place = (unit.task.name, unit.length, unit.index)
+        outcomes = evaluator.run(sample, [grid.settings[0].plan, *(setting.plan for setting in pending)], unit.question)
         # The reference runs first in any case; it is in `pending` only while its row is missing.
         rows = [
             {**sample_row(unit, sample, setting, outcome), "seed": grid.seed, "env": writer.env}
@@ -58,8 +58,10 @@ def run_grid(grid: Grid, evaluator: Evaluator, writer: ResultsWriter, progress: 
 
 def _pending(grid: Grid, unit: Unit, writer: ResultsWriter) -> list[MethodSetting] | None:
     """Return the settings, except full KV, with missing rows; None if nothing is missing."""
-    missing = [each for each in grid.settings if (*unit.key, each.label, each.budget) not in writer.samples.done]
-    return [each for each in missing if each is not grid.settings[0]] if missing else None
+    missing = [
+        setting for setting in grid.settings if (*unit.key, setting.label, setting.budget) not in writer.samples.done
+    ]
+    return [setting for setting in missing if setting is not grid.settings[0]] if missing else None
 
 
 def _check_room(evaluator: Evaluator, sample: Sample, unit: Unit, context: int | None) -> None:

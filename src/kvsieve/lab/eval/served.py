@@ -69,7 +69,7 @@ def score_server(
             some = todo[start : start + clients]
             if progress is not None:
                 progress(len(rows), len(units), str(some[0]))
-            samples = [each.task.sample(each.index, each.length, grid.seed, prompter.count) for each in some]
+            samples = [unit.task.sample(unit.index, unit.length, grid.seed, prompter.count) for unit in some]
             # Tokenizers are used by one thread at a time.
             prompts = [_prompts(prompter, sample) for sample in samples]
             rows.extend(pool.map(partial(_row, client), some, samples, prompts))
@@ -93,7 +93,7 @@ def _row(client: ServerClient, unit: Unit, sample: Sample, prompts: Sequence[lis
     turns = list(zip(sample.turns, prompts, strict=True))
     answers = [client.complete(ids, turn.max_new_tokens).text.strip() for turn, ids in turns]
     scores = [turn.score(answer, turn.answers) for turn, answer in zip(sample.turns, answers, strict=True)]
-    metrics = {name: statistics.fmean(each[name] for each in scores) for name in scores[0]}
+    metrics = {name: statistics.fmean(score[name] for score in scores) for name in scores[0]}
     return {
         "task": unit.task.name,
         "length": unit.length,
@@ -109,7 +109,7 @@ def _row(client: ServerClient, unit: Unit, sample: Sample, prompts: Sequence[lis
 
 def means(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Return the mean score of each task at each length, with its 95% interval."""
-    return [_mean(task, length, each) for (task, length), each in groups(rows, ("task", "length")).items()]
+    return [_mean(task, length, group) for (task, length), group in groups(rows, ("task", "length")).items()]
 
 
 def _mean(task: str, length: int, rows: Sequence[Row]) -> Row:

@@ -88,22 +88,22 @@ class ResultsWriter:
                     f"'{self.folder}' holds results already; add --resume to continue or extend them, or give another "
                     "--out"
                 )
-        elif self.folder.exists() and any(not _is_left(each.name) for each in self.folder.iterdir()):
+        elif self.folder.exists() and any(not _is_left(entry.name) for entry in self.folder.iterdir()):
             raise InputError(f"'{self.folder}' is not empty and holds no results; give an empty or new --out")
 
     def _merged(self, known: list[Row], new: list[Row]) -> list[Row]:
         """Return the settings of both; rows with different parameters must not be mixed."""
-        held = {(each["label"], each["budget"]): each for each in known}
-        for each in new:
-            before = held.get((each["label"], each["budget"]), each)
-            held[each["label"], each["budget"]] = each
+        merged = {(setting["label"], setting["budget"]): setting for setting in known}
+        for setting in new:
+            before = merged.get((setting["label"], setting["budget"]), setting)
+            merged[setting["label"], setting["budget"]] = setting
             # A parameter added since has its default here: given ones are in the label.
-            if any(each["parameters"].get(name) != value for name, value in before["parameters"].items()):
+            if any(setting["parameters"].get(name) != value for name, value in before["parameters"].items()):
                 raise InputError(
-                    f"'{self.folder}' holds {each['label']!r} with parameters {before['parameters']}, now they are "
-                    f"{each['parameters']}; name them as they were, or write to another --out"
+                    f"'{self.folder}' holds {setting['label']!r} with parameters {before['parameters']}, now they are "
+                    f"{setting['parameters']}; name them as they were, or write to another --out"
                 )
-        return list(held.values())
+        return list(merged.values())
 
     def settle(self, settings: list[Row], model: Any = None) -> None:
         """Add facts of the loaded model: settings, and the sha256 of its weights.
@@ -115,7 +115,7 @@ class ResultsWriter:
         if model is None:
             return
         weights = weights_digest(model)
-        for before in (each.get("weights") for each in self.run["environments"]):
+        for before in (stamp.get("weights") for stamp in self.run["environments"]):
             if before not in (None, UNRECORDED, weights):
                 raise InputError(
                     f"'{self.folder}' holds results of the weights {before}, this model has {weights}; load the same "

@@ -73,8 +73,8 @@ def settings_table(results: Results, baseline: str | None = None) -> list[Table]
         baseline: label from which others should differ in method alone; default: the first method's.
     """
     settings: dict[str, list[Row]] = {}
-    for each in results.run.get("settings") or []:
-        settings.setdefault(each["label"], []).append(each)
+    for setting in results.run.get("settings") or []:
+        settings.setdefault(setting["label"], []).append(setting)
     columns = ("paper", *COMPARED)
     found = {
         label: [_values(own, name) for name in columns]
@@ -96,8 +96,8 @@ def settings_table(results: Results, baseline: str | None = None) -> list[Table]
 def _values(settings: Sequence[Row], name: str) -> str:
     """Return the values of a parameter, or of a wrapper's base, at all budgets."""
     if name == "paper":
-        return "yes" if any(each.get("paper") for each in settings) else "no"
-    return ", ".join(parameter_values((each["parameters"] for each in settings), name)) or NONE
+        return "yes" if any(setting.get("paper") for setting in settings) else "no"
+    return ", ".join(parameter_values((setting["parameters"] for setting in settings), name)) or NONE
 
 
 def plus_minus(cell: Cell) -> str:
@@ -129,16 +129,16 @@ def runs(parts: Sequence[Cell] | Sequence[CostCell]) -> list[tuple[str, str | No
 
 def _summary(means: Sequence[Cell], length: int, sign: Callable[[Cell], str]) -> Table:
     """Rows are methods; a column per budget and question mode."""
-    mine = [cell for cell in means if cell.length == length]
-    columns = [(budget, question) for budget in budgets_of(mine) for question in questions_of(mine, length)]
-    by_place = {(cell.label, cell.budget, cell.question): cell for cell in mine}
-    most = {question: max(c.tasks for c in mine if c.question == question) for question in questions_of(mine, length)}
+    group = [cell for cell in means if cell.length == length]
+    columns = [(budget, question) for budget in budgets_of(group) for question in questions_of(group, length)]
+    by_place = {(cell.label, cell.budget, cell.question): cell for cell in group}
+    most = {question: max(c.tasks for c in group if c.question == question) for question in questions_of(group, length)}
     # A mean over fewer tasks is no match for the others.
     best = {
         column: max(
             (
                 c.score
-                for c in mine
+                for c in group
                 if (c.budget, c.question) == column and c.label != FULL and c.tasks == most[c.question]
             ),
             default=None,
@@ -146,7 +146,7 @@ def _summary(means: Sequence[Cell], length: int, sign: Callable[[Cell], str]) ->
         for column in columns
     }
     rows = []
-    for label in labels_of({"label": cell.label} for cell in mine):
+    for label in labels_of({"label": cell.label} for cell in group):
         row = [Entry(label)]
         for column in columns:
             cell = by_place.get((label, *column))
@@ -163,7 +163,7 @@ def _explained(rows: Sequence[Sequence[Entry]]) -> str:
     """Return explanations of the signs in a table."""
     texts = "".join(entry.text for row in rows for entry in row)
     note = ""
-    if any(each in texts for each in _ARROWS.values()):
+    if any(arrow in texts for arrow in _ARROWS.values()):
         note += f" ↓, ↑: lower, higher than full KV on the same samples (sign-flip test, p<{LEVEL})."
     if DAGGER in texts:
         note += f" {DAGGER}: the method did not run as asked in some samples."
@@ -202,22 +202,22 @@ def _per_task(
             row.append(Entry(text))
         rows.append(row)
     counts = sorted({cell.n for cell in parts})
-    each = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    note = f"Score in percent with its 95% interval; {each} samples per task."
+    samples = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    note = f"Score in percent with its 95% interval; {samples} samples per task."
     headers = ["method", "budget", *(titles[task] for task in tasks), "mean"]
     return Table(f"Scores: {length} tokens, question {question}", headers, rows, 2, note + _explained(rows))
 
 
 def _fidelity(means: Sequence[Cell], length: int) -> Table:
-    mine = [cell for cell in means if cell.length == length]
-    questions = questions_of(mine, length)
-    by_place = {(cell.label, cell.budget, cell.question): cell for cell in mine}
+    group = [cell for cell in means if cell.length == length]
+    questions = questions_of(group, length)
+    by_place = {(cell.label, cell.budget, cell.question): cell for cell in group}
     headers = ["method", "budget"]
     rows = []
     for question in questions:
         headers += [f"KL, {question}", f"KL at the last prompt token, {question}", f"same top-1 %, {question}",
                     f"KV kept %, {question}"]  # fmt: skip
-    for run in runs(mine):
+    for run in runs(group):
         row = [Entry(run[0]), Entry(budget_name(run[1]))]
         for question in questions:
             cell = by_place.get((*run, question))
@@ -232,23 +232,23 @@ def number(value: float | None, scale: float = 1.0, form: str = "{:.2f}") -> str
 
 
 def _costs(costs: Sequence[CostCell], length: int) -> Table:
-    mine = [cell for cell in costs if cell.length == length]
-    by_run = {(cell.label, cell.budget): cell for cell in mine}
+    group = [cell for cell in costs if cell.length == length]
+    by_run = {(cell.label, cell.budget): cell for cell in group}
     columns = (("TTFT s", "ttft_s", 1.0), ("TPOT ms", "tpot_s", 1e3), ("tokens/s", "tokens_per_s", 1.0),
                ("KV MiB", "kv_bytes", 1 / _MIB), ("KV read MiB/token", "kv_read_bytes", 1 / _MIB),
                ("peak MiB", "peak_bytes", 1 / _MIB), ("deep tokens", "deep_tokens", 1.0))  # fmt: skip
     headers = ["method", "budget", *(name for name, _, _ in columns), "TTFT p95 / p99 s", "TPOT p95 / p99 ms"]
     rows = []
-    for run in runs(mine):
+    for run in runs(group):
         cell = by_run[run]
         row = [Entry(run[0]), Entry(budget_name(run[1]))]
         row += [Entry(_with_ratio(cell, quantity, scale)) for _, quantity, scale in columns]
         row += [Entry(_tail(cell, "ttft_s", 1.0)), Entry(_tail(cell, "tpot_s", 1e3))]
         rows.append(row)
-    repeats = sorted({cell.repeats for cell in mine})
+    repeats = sorted({cell.repeats for cell in group})
     count = " to ".join(str(count) for count in distinct([repeats[0], repeats[-1]]))
     note = (f"Medians, and in brackets the median ratio to full KV of the same repeat. Repeats: {count}; "
-            f"{mine[0].new_tokens} new tokens.")  # fmt: skip
+            f"{group[0].new_tokens} new tokens.")  # fmt: skip
     return Table(f"Costs: {length} tokens", headers, rows, 2, note)
 
 

@@ -38,7 +38,7 @@ def other_text(held: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
 def _unrecorded(run: Mapping[str, Any]) -> str:
     """Return the implied digest of a run without digests, or words for an unknown text."""
     haystack = run.get("haystack")
-    pythons = sorted({str(each.get("python", "?")) for each in run.get("environments", [])})
+    pythons = sorted({str(environment.get("python", "?")) for environment in run.get("environments", [])})
     if haystack == "noise" or (haystack == "topics" and pythons == [SHIPPED]):
         return text_digest(load_haystack(haystack))
     if haystack == "topics":
