@@ -29,8 +29,8 @@ def percent(share: float) -> str:
 
 def span(entries: Iterable[float], between: str = "–") -> str:
     """Format the range of several numbers as ``40–120``, ignoring layers with 0 entries."""
-    held = sorted({each for each in entries if each}) or [0]
-    return str(held[0]) if len(held) == 1 else f"{held[0]}{between}{held[-1]}"
+    counts = sorted({count for count in entries if count}) or [0]
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]}{between}{counts[-1]}"
 
 
 def brief(value: Any) -> str:
@@ -41,8 +41,8 @@ def brief(value: Any) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if type(value).__str__ is not object.__str__:
             return str(value)
-        fields = ((each, getattr(value, each.name)) for each in dataclasses.fields(value))
-        shown = [f"{each.name}={brief(part)}" for each, part in fields if not _same(part, each.default)]
+        fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+        shown = [f"{field.name}={brief(part)}" for field, part in fields if not _same(part, field.default)]
         return f"{type(value).__name__}({', '.join(shown)})"
     if isinstance(value, (list, tuple)) and any(isinstance(part, (list, tuple)) for part in value):
         return f"[{len(value)} rows {_digest(repr(value))}]"

@@ -51,7 +51,7 @@ def environment(model: Any = None) -> dict[str, Any]:
 
 def _command() -> str:
     """Return this process's command line without folders in its paths."""
-    return " ".join(Path(each).name if os.path.isabs(each) else each for each in sys.argv)
+    return " ".join(Path(argument).name if os.path.isabs(argument) else argument for argument in sys.argv)
 
 
 def weights_digest(model: Any) -> str:
@@ -69,11 +69,11 @@ def weights_digest(model: Any) -> str:
     if not source:
         return "random"
     place = Path(os.path.expanduser(source))
-    files = [place] if place.is_file() else sorted(each for form in WEIGHTS for each in place.glob(f"*{form}"))
+    files = [place] if place.is_file() else sorted(file for form in WEIGHTS for file in place.glob(f"*{form}"))
     if not files:
         revision = None if config is None else config._commit_hash
         return f"{source} revision:{revision}" if revision else UNRECORDED
-    return ", ".join(f"{each.name} sha256:{_sha256(each)}" for each in files)
+    return ", ".join(f"{file.name} sha256:{_sha256(file)}" for file in files)
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
@@ -97,8 +97,8 @@ def stamps(result: Any) -> Iterator[dict[str, Any]]:
     if isinstance(result, dict) and {"kvsieve", "commit"} <= result.keys():
         yield result
     elif isinstance(result, (dict, list)):
-        for each in result.values() if isinstance(result, dict) else result:
-            yield from stamps(each)
+        for part in result.values() if isinstance(result, dict) else result:
+            yield from stamps(part)
 
 
 def _sha256(file: Path) -> str:

@@ -129,7 +129,7 @@ def _row(data: Table, number: int) -> str:
         elif index:
             parts.append(f'<th scope="row">{content}</th>')
         elif number == 0 or data.rows[number - 1][0] != entry:
-            names = (each[0] for each in data.rows[number:])
+            names = (cells[0] for cells in data.rows[number:])
             below = len(list(itertools.takewhile(entry.__eq__, names)))
             scope = "rowgroup" if below > 1 else "row"
             parts.append(f'<th scope="{scope}" rowspan="{below}" class="label">{content}</th>')
@@ -146,8 +146,8 @@ def text_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]
 
 
 def _text_row(row: Sequence[str]) -> str:
-    kinds = ["text long" if len(each) > 40 else "text" for each in row]
-    rest = (f'<td class="{kind}">{text(each)}</td>' for kind, each in zip(kinds[1:], row[1:], strict=True))
+    kinds = ["text long" if len(cell) > 40 else "text" for cell in row]
+    rest = (f'<td class="{kind}">{text(cell)}</td>' for kind, cell in zip(kinds[1:], row[1:], strict=True))
     return f'<th scope="row" class="fact">{text(row[0])}</th>{"".join(rest)}'
 
 
@@ -163,7 +163,9 @@ def figure(picture: Picture) -> str:
 def figures(pictures: Sequence[Picture]) -> str:
     if not pictures:
         return ""
-    rest = "\n".join(f"<details><summary>{text(each.title)}</summary>{figure(each)}</details>" for each in pictures[1:])
+    rest = "\n".join(
+        f"<details><summary>{text(picture.title)}</summary>{figure(picture)}</details>" for picture in pictures[1:]
+    )
     return f"{figure(pictures[0])}\n{rest}"
 
 

@@ -98,14 +98,14 @@ def add_legend(figure: Figure, handles: Sequence[Any], names: Sequence[str]) -> 
 
 def budget_places(budgets: Sequence[str | None]) -> dict[str, float]:
     """Return positions on an axis: logarithmic if all are shares or all are entries, otherwise one after another."""
-    given = sorted((budget for budget in budgets if budget is not None), key=budget_order)
-    orders = [budget_order(budget) for budget in given]
+    limits = sorted((budget for budget in budgets if budget is not None), key=budget_order)
+    orders = [budget_order(budget) for budget in limits]
     if len({order[0] for order in orders}) == 1 and orders[0][0] < 3 and all(order[1] > 0 for order in orders):
         places = [math.log2(order[1]) for order in orders]
         gaps = [after - before for before, after in itertools.pairwise(places)]
         if not gaps or min(gaps) > 0.08 * (places[-1] - places[0]):
-            return dict(zip(given, places, strict=True))
-    return {budget: float(place) for place, budget in enumerate(given)}
+            return dict(zip(limits, places, strict=True))
+    return {budget: float(place) for place, budget in enumerate(limits)}
 
 
 def set_budget_axis(axes: Axes, places: dict[str, float]) -> None:

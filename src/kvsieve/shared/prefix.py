@@ -41,10 +41,10 @@ class LayerRecorder:
 
     def on_layer(self, ctx: LayerContext) -> None:
         """See PassRequest.on_layer."""
-        for each in self.evictors:
-            if each.when.observes:
-                state = self.learned.setdefault((ctx.layer_idx, each), {})
-                each.observe(dataclasses.replace(ctx, state=state))
+        for evictor in self.evictors:
+            if evictor.when.observes:
+                state = self.learned.setdefault((ctx.layer_idx, evictor), {})
+                evictor.observe(dataclasses.replace(ctx, state=state))
         if ctx.step.ends_prompt:
             # The window's queries are all an evictor may look at, and those that keys are encoded for; the rest of
             # them would be as large as the cache.
@@ -79,8 +79,8 @@ class SharedPrefix:
             fresh.advance(self.cache.num_seen)
             cache.layers[source + 1 :] = fresh.layers[source + 1 :]
             cache.turn.deferred[:] = self.waiting[source]
-        for (index, each), state in self.learned_up_to(source).items():
-            if each == evictor:
+        for (index, learner), state in self.learned_up_to(source).items():
+            if learner == evictor:
                 cache.sieve_layers[index].state.update(state)
         return model.adopt(cache)
 
@@ -145,8 +145,8 @@ class PrefixNodes:
 
     def _readers(self, model: Any, plans: Sequence[Plan]) -> Iterator[AttachedModel]:
         """Yield the model under each plan with nodes; full KV comes last."""
-        roles = [Plan(propagate=each) for each in dict.fromkeys(plan.propagate for plan in plans) if each is not None]
-        for plan in [*roles, *(Plan(evict=each) for each in _observers(plans)), Plan()]:
+        roles = [Plan(propagate=part) for part in dict.fromkeys(plan.propagate for plan in plans) if part is not None]
+        for plan in [*roles, *(Plan(evict=evictor) for evictor in _observers(plans)), Plan()]:
             reader = AttachedModel(model, plan)
             if plan.propagate is None or source_layer(reader, plan.propagate) is not None:
                 reader.use_tokenizer(self.tokenizer)
@@ -179,7 +179,7 @@ def read_prefix(
     began = time.perf_counter()
     length = context.shape[1] - leave
     evictors = _observers(plans)
-    hidden = any("hidden" in each.traits.needs for each in evictors)
+    hidden = any("hidden" in evictor.traits.needs for evictor in evictors)
     recorder = LayerRecorder(0, evictors)
     facts = AttachedModel(model, Plan())
     sources = sorted({source for plan in plans if (source := source_layer(facts, plan.propagate)) is not None})

@@ -123,16 +123,16 @@ def read_shared(
     Raises:
         The errors of `attach` and `Sieve.prefill`.
     """
-    known = tuple(dict.fromkeys(each for each in evictors if each is not None))
+    known = tuple(dict.fromkeys(evictor for evictor in evictors if evictor is not None))
     # Messages name those with the largest observation window.
-    name = " and ".join(dict.fromkeys(type(each).__name__ for each in known if each.window == window))
+    name = " and ".join(dict.fromkeys(type(evictor).__name__ for evictor in known if evictor.window == window))
     recorder = LayerRecorder(window, known)
     plan = Plan(propagate=propagate, name=name or "shared")
-    for each in known:
-        check_model(model, Plan(evict=each))
+    for evictor in known:
+        check_model(model, Plan(evict=evictor))
     options = options or ReadOptions()
     options = dataclasses.replace(options, window=window, on_layer=recorder.on_layer, goes_on=prefix is not None)
-    hidden = any("hidden" in each.traits.needs for each in known)
+    hidden = any("hidden" in evictor.traits.needs for evictor in known)
     with attached(model, plan, hidden=hidden) as sieve, torch.no_grad():
         if prefix is None:
             cache = sieve.new_cache()

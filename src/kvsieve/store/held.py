@@ -86,7 +86,8 @@ class Held:
         """Copy it to memory of its own."""
         tensors = {name: _own(part) for name, part in self.tensors.items()}
         stretches = (
-            Stretch.of(each.start, {name: _own(part) for name, part in each.parts.items()}) for each in self.stretches
+            Stretch.of(stretch.start, {name: _own(part) for name, part in stretch.parts.items()})
+            for stretch in self.stretches
         )
         return Held(self.facts, tensors, tuple(stretches))
 
@@ -103,7 +104,7 @@ class Whole(Mapping[str, Tensor]):
         self._stretches = held.stretches if end is None else held.begins(end)
         parts = held.stretches[0].parts if held.stretches else ()
         indices = [layer["index"] for layer in held.facts["layers"] if isinstance(layer.get("index"), dict)]
-        self._indices = {each["tensor"]: each["shape"] for each in indices if each["tensor"] not in held.tensors}
+        self._indices = {index["tensor"]: index["shape"] for index in indices if index["tensor"] not in held.tensors}
         self._names = [*held.tensors, *parts, *self._indices]
 
     def __getitem__(self, name: str) -> Tensor:
@@ -150,13 +151,13 @@ def hold(cache: SieveCache, device: torch.device, known: tuple[Stretch, ...], *,
         certain: skip the comparison: the cache continues from these stretches. Default False.
     """
     facts, tensors = packed_cache(cache, None, device)
-    mine = split(facts, tensors, cache.num_seen)
-    if not all(stretch.parts.keys() == mine.keys() and (certain or _same(stretch, mine)) for stretch in known):
+    parts = split(facts, tensors, cache.num_seen)
+    if not all(stretch.parts.keys() == parts.keys() and (certain or _same(stretch, parts)) for stretch in known):
         known = ()
     start = known[-1].end if known else 0
     stretches = known
-    if mine and start < cache.num_seen:
-        rest = {name: _own(part[:, :, start:]) for name, part in mine.items()}
+    if parts and start < cache.num_seen:
+        rest = {name: _own(part[:, :, start:]) for name, part in parts.items()}
         stretches = (*known, Stretch.of(start, rest))
     return Held(facts, {name: _own(part) for name, part in tensors.items()}, stretches)
 

@@ -44,7 +44,7 @@ class Identities:
 
     def of(self, model: AttachedModel) -> Identity:
         """Return the identity of a model with its current plan and tokenizer."""
-        versions = sum(0 if each.is_inference() else each._version for each in model.decoder.parameters())
+        versions = sum(0 if weight.is_inference() else weight._version for weight in model.decoder.parameters())
         state = model.plan, model.adapters, id(model.tokenizer), versions
         known = self._known.get(model)
         if known is None or known[0] != state:

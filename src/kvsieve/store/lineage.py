@@ -23,8 +23,8 @@ class Lineage:
     def note(self, cache: SieveCache, node: Node, tokens: int) -> None:
         """Record that the first tokens of a cache are, bit for bit, those of a node."""
         key = id(cache.conversation)
-        gone = weakref.ref(cache.conversation, lambda _: self._known.pop(key, None))
-        self._known[key] = gone, weakref.ref(node), tokens
+        conversation = weakref.ref(cache.conversation, lambda _: self._known.pop(key, None))
+        self._known[key] = conversation, weakref.ref(node), tokens
 
     def stretches(self, cache: SieveCache, new: Node) -> tuple[Stretch, ...]:
         """Return the entries in memory that a cache shares with its source node, for a new node; () if unknown.

@@ -63,7 +63,7 @@ class Replacement:
         self._changed.clear()
         heap = self._heaps[waiting]
         if len(heap) > 2 * len(self._last) + 64:
-            heap[:] = [each for each in heap if self._last.get(each[2]) == each[1]]
+            heap[:] = [entry for entry in heap if self._last.get(entry[2]) == entry[1]]
             heapq.heapify(heap)
         while heap:
             worth, number, node = heapq.heappop(heap)

@@ -112,8 +112,8 @@ class Request:
         """Return the request of a prompt of `length` tokens under a model's plan."""
         plan = model.plan
         need = max(leave, 1, plan.queries(length), 2 if model.new_cache().has_state else 1)
-        given = None if turns is None else tuple(turns)
-        return cls(leave, need, given, leave == 0 and not acts_at_end(plan), chunk if keeps_to_chunks(plan) else None)
+        ends = None if turns is None else tuple(turns)
+        return cls(leave, need, ends, leave == 0 and not acts_at_end(plan), chunk if keeps_to_chunks(plan) else None)
 
 
 def tells_answers_apart(plan: Plan) -> bool:

@@ -119,9 +119,9 @@ class Tiers:
     def remove(self, node: Node) -> None:
         """Delete a node from memory and disk."""
         self._drop(node)
-        for each in (node, *node.replaces):
-            if each.path is not None and self._directory is not None:
-                self._directory.delete(each.path)
+        for entry in (node, *node.replaces):
+            if entry.path is not None and self._directory is not None:
+                self._directory.delete(entry.path)
         node.replaces.clear()
 
     def counts(self) -> dict[str, int]:

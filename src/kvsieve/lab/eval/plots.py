@@ -131,8 +131,8 @@ def trade_off(means: Sequence[Cell], costs: Sequence[CostCell], style: Mapping[s
 def _scatter(
     axes: Axes, points: Sequence[tuple[Cell, float]], style: Mapping[str, Look], budgets: Sequence[str | None]
 ) -> None:
-    known: list[str | None] = [budget for budget in budgets if budget is not None]
-    sizes = {budget: 22.0 + 18.0 * place for place, budget in enumerate(known)}
+    limits: list[str | None] = [budget for budget in budgets if budget is not None]
+    sizes = {budget: 22.0 + 18.0 * place for place, budget in enumerate(limits)}
     xs = [x for _, x in points]
     if points and min(xs) > 0 and max(xs) / min(xs) > 6:
         axes.set_xscale("log", base=2)

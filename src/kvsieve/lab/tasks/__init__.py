@@ -73,11 +73,11 @@ def chosen_tasks(names: Sequence[str], haystack: str = "topics") -> list[Task]:
     chosen: dict[str, Task] = {}
     for name in names:
         if name in GROUPS:
-            chosen.update({each: task for each, task in known.items() if each.startswith(GROUPS[name])})
+            chosen.update({key: task for key, task in known.items() if key.startswith(GROUPS[name])})
         elif name in known:
             chosen[name] = known[name]
         else:
-            public = [each for each, _ in public_tasks()]
+            public = [public_name for public_name, _ in public_tasks()]
             raise InputError(f"unknown task {name!r}{did_you_mean(name, [*GROUPS, *known, *public])}")
     if not chosen:
         raise InputError("no task was named; give --tasks, for example needle,ruler,kv")

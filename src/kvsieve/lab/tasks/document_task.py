@@ -62,8 +62,8 @@ class DocumentTask:
         self.files = () if file is None else (file,)
         self._cut = cut
         documents: dict[tuple[str, str], list[DocumentQuestion]] = {}
-        for each in asked:
-            documents.setdefault((each.lead, each.text), []).append(each)
+        for question in asked:
+            documents.setdefault((question.lead, question.text), []).append(question)
         self._documents = list(documents.values())
         self._samples = [
             (number, (number + turn) % len(questions))
@@ -89,21 +89,25 @@ class DocumentTask:
             InputError: no such question, or a document that cannot be cut to `length`.
         """
         number, turn = self._place(index)
-        asked = self._documents[number][turn]
+        question = self._documents[number][turn]
         key = number, length, count
         if key not in self._contexts:
             self._contexts[key] = self._context(number, length, count)
-        context, gone = self._contexts[key]
-        meta = {"document": number, "question": turn, "line": asked.line, "cut": gone}
-        return Sample(context, (asked.turn,), meta=meta)
+        context, cut = self._contexts[key]
+        meta = {"document": number, "question": turn, "line": question.line, "cut": cut}
+        return Sample(context, (question.turn,), meta=meta)
 
     def tokens(self, count: Count) -> int:
         """Return the length of the longest prompt without cuts."""
-        return max(count(Sample(each.lead + each.text, (each.turn,))) for own in self._documents for each in own)
+        return max(
+            count(Sample(question.lead + question.text, (question.turn,)))
+            for own in self._documents
+            for question in own
+        )
 
     @property
     def answer_tokens(self) -> int:
-        return max(each.turn.max_new_tokens for own in self._documents for each in own)
+        return max(question.turn.max_new_tokens for own in self._documents for question in own)
 
     def _place(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):
@@ -116,7 +120,7 @@ class DocumentTask:
         lead = questions[0].lead
         text = questions[0].text
         cut = self._cut
-        longest = max((each.turn for each in questions), key=lambda turn: count(Sample(".", (turn,))))
+        longest = max((question.turn for question in questions), key=lambda turn: count(Sample(".", (turn,))))
 
         def make(size: int) -> Sample:
             body = text if cut is None or size >= len(text) else cut(text, size).strip()
@@ -131,5 +135,5 @@ class DocumentTask:
                 f"{where} makes a prompt of {tokens} tokens, more than the length of {length}; raise --lengths, or "
                 "make the file for a smaller length"
             )
-        kept = fit(make, count, length, where)[0]
-        return kept.context, tokens - count(kept)
+        sample = fit(make, count, length, where)[0]
+        return sample.context, tokens - count(sample)

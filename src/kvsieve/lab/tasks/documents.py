@@ -49,7 +49,7 @@ class Documents(Generated):
             others = []
             for i in range(extra):
                 if self.hops == 2 and i % 3 == 2:
-                    other = fresh.choice([each for each in TOWNS if each != town])
+                    other = fresh.choice([place for place in TOWNS if place != town])
                     others.append(_town(fresh, other, towns[other]))
                 else:
                     # People of another town, so that the town does not give the answer away.

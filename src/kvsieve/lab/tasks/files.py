@@ -114,7 +114,7 @@ def checked_row(row: FileRow, values: Any, fields: Mapping[str, tuple[type, ...]
         if name not in values:
             raise row.wrong(f"{name!r} is missing{_other(values, benchmark)}; {_expected(fields, benchmark)}")
         if not isinstance(values[name], kinds) or isinstance(values[name], bool):
-            kind = " or ".join(_KINDS[each] for each in kinds)
+            kind = " or ".join(_KINDS[kind] for kind in kinds)
             raise row.wrong(f"{name!r} is {short(values[name])}, expected {kind}{_other(values, benchmark)}")
     return FileRow(row.file, row.line, values)
 

@@ -33,7 +33,7 @@ def load_haystack(source: str) -> str:
         raise InputError(
             f"haystack {source!r} is neither 'topics' nor 'noise' nor an existing folder or text file; check the path"
         )
-    files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.suffix in SUFFIXES)
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
     text = "\n\n".join(map(_read, files))
     if len(text.split()) < 50:
         raise InputError(

@@ -101,7 +101,7 @@ _PARTS = {
         5,
     ),
 }
-NAMES = tuple(f"infinitebench_{each}" for each in _PARTS)
+NAMES = tuple(f"infinitebench_{part}" for part in _PARTS)
 _FIELDS: dict[str, tuple[type, ...]] = {
     "id": (int, str),
     "context": (str, list),
@@ -146,21 +146,21 @@ def _filled(template: str, values: Mapping[str, str]) -> str:
 
 
 def _values(row: FileRow, part: _Part) -> dict[str, str]:
-    asked = row.values["input"]
-    values = {"input": asked}
+    question = row.values["input"]
+    values = {"input": question}
     whole = part.prompt + part.prefix
     if "{options}" in whole:
         options = _options(row)
-        values["options"] = "\n".join(f"{letter}. {each}" for letter, each in zip("ABCD", options, strict=True))
+        values["options"] = "\n".join(f"{letter}. {option}" for letter, option in zip("ABCD", options, strict=True))
     if "{target}" in whole:
-        found = re.search(r"The \w+ number", asked)
+        found = re.search(r"The \w+ number", question)
         if found is None:
-            raise row.wrong(f"'input' names no number to find: {asked[:100]!r}")
+            raise row.wrong(f"'input' names no number to find: {question[:100]!r}")
         values["target"] = found[0].lower()
     if "{call}" in whole:
-        found = re.search(r"(\w+)\(-?\d+\)", asked)
+        found = re.search(r"(\w+)\(-?\d+\)", question)
         if found is None:
-            raise row.wrong(f"'input' has no call such as func_1(2): {asked[:100]!r}")
+            raise row.wrong(f"'input' has no call such as func_1(2): {question[:100]!r}")
         values |= {"call": found[0], "function": found[1]}
     return values
 
@@ -169,18 +169,18 @@ def _options(row: FileRow) -> list[str]:
     options = row.values.get("options")
     if not isinstance(options, list) or len(options) != 4:
         raise row.wrong(f"'options' must be a list of four, got {options!r}")
-    return [str(each) for each in options]
+    return [str(option) for option in options]
 
 
 def _answers(row: FileRow, part: _Part) -> tuple[str, ...]:
     answer: Any = row.values["answer"]
-    answers = tuple(str(each) for each in (answer if isinstance(answer, list) else [answer]))
+    answers = tuple(str(text) for text in (answer if isinstance(answer, list) else [answer]))
     if not answers or not answers[0].strip():
         raise row.wrong("'answer' is empty")
     if part.score is not choice_letter:
         return answers
     options = _options(row)
-    for each in answers:
-        if each in options:
-            return ("ABCD"[options.index(each)],)
+    for text in answers:
+        if text in options:
+            return ("ABCD"[options.index(text)],)
     raise row.wrong(f"'answer' is {answers[0]!r}, expected one of the options {options!r}")

@@ -101,8 +101,8 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 }
 _MOST = 512
 NAMES = tuple(
-    f"leval_{each}"
-    for each in (
+    f"leval_{part}"
+    for part in (
         *_FORMS,
         *("financial_qa", "gov_report_summ", "legal_contract_qa", "meeting_summ", "multidoc_qa", "narrative_qa"),
         *("natural_question", "news_summ", "paper_assistant", "patent_summ", "review_summ", "scientific_qa"),
@@ -132,15 +132,15 @@ def leval(name: str, data: str | Path) -> DocumentTask:
         )
     forms = [_FORMS.get(part, _BY_METRIC[row.values["evaluation"]]) for row in scored]
     check_packages(name, {form.score for form in forms})
-    asked = [each for row, form in zip(scored, forms, strict=True) for each in _asked(row, form)]
-    return DocumentTask(name, f"L-Eval, {part.replace('_', ' ')}", asked, forms[0].cut, file)
+    questions = [question for row, form in zip(scored, forms, strict=True) for question in _asked(row, form)]
+    return DocumentTask(name, f"L-Eval, {part.replace('_', ' ')}", questions, forms[0].cut, file)
 
 
 def _check(row: FileRow) -> None:
     questions = row.values["instructions"]
     answers = row.values["outputs"]
     for field, texts in (("instructions", questions), ("outputs", answers)):
-        if not texts or not all(isinstance(each, str) and each.strip() for each in texts):
+        if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
             raise row.wrong(f"{field!r} must be a list of texts, none of them empty")
     if len(questions) != len(answers):
         raise row.wrong(f"'instructions' has {len(questions)} entries and 'outputs' {len(answers)}; expected as many")
@@ -157,8 +157,8 @@ def _turn(row: FileRow, form: _Form, question: str, answer: str) -> QuestionAnsw
     if form.max_new_tokens is not None:
         return QuestionAnswer(f"{question}{form.after}", (expected,), form.score, form.max_new_tokens, golden=answer)
     words = len(answer.split())
-    asked = f"{question}\nAnswer with {words} {'word' if words == 1 else 'words'}."
-    return QuestionAnswer(asked, (expected,), form.score, min(16 + 3 * words, _MOST))
+    instruction = f"{question}\nAnswer with {words} {'word' if words == 1 else 'words'}."
+    return QuestionAnswer(instruction, (expected,), form.score, min(16 + 3 * words, _MOST))
 
 
 def _expected(row: FileRow, form: _Form, answer: str) -> Any:

@@ -157,7 +157,7 @@ _DATASETS = {
     "lcc": _Dataset(f"{_CODE}Next line of code:\n", code_similarity, 64),
     "repobench-p": _Dataset(f"{_CODE}{{input}}Next line of code:\n", code_similarity, 64),
 }
-NAMES = tuple(f"longbench_{each}" for each in _DATASETS)
+NAMES = tuple(f"longbench_{dataset}" for dataset in _DATASETS)
 _FIELDS: dict[str, tuple[type, ...]] = {
     "input": (str,),
     "context": (str,),
@@ -203,7 +203,7 @@ def _asked(row: FileRow, part: str, dataset: _Dataset) -> DocumentQuestion:
 
 
 def _texts(row: FileRow, field: str, values: Sequence[object]) -> tuple[str, ...]:
-    texts = tuple(each for each in values if isinstance(each, str))
+    texts = tuple(value for value in values if isinstance(value, str))
     if not texts or len(texts) < len(values):
         raise row.wrong(f"{field!r} must be a list of texts, at least one; got {list(values)!r}")
     return texts

@@ -17,7 +17,7 @@ from kvsieve.lab.tasks.samples import Score
 
 def contains(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
     """1 if the answer contains one of `expected`, letter by letter."""
-    return {"score": float(any(each in answer for each in expected))}
+    return {"score": float(any(text in answer for text in expected))}
 
 
 def first_number(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
@@ -45,8 +45,8 @@ def choice_letters(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
 
 def named(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
     """1 if the answer's first line names the expected text, ignoring case and spaces (L-Eval's exact match)."""
-    line = next((each for each in answer.split("\n") if len(each) > 1), answer)
-    return {"score": float(any(_bare(each) in _bare(line) for each in expected))}
+    line = next((text for text in answer.split("\n") if len(text) > 1), answer)
+    return {"score": float(any(_bare(text) in _bare(line) for text in expected))}
 
 
 def verdict(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
@@ -84,18 +84,18 @@ def label_match(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
 
 def exact(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
     """1 if the answer has exactly the words of one of `expected`, ignoring case, articles and punctuation."""
-    return {"score": float(any(_words(answer) == _words(each) for each in expected))}
+    return {"score": float(any(_words(answer) == _words(text) for text in expected))}
 
 
 def english_f1(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
     """Best word F1 over `expected`, ignoring articles and punctuation; `contains` is the authors' looser match."""
-    best = max(_f1(_words(answer), _words(each)) for each in expected)
-    return {"score": best, "contains": float(any(each.lower() in answer.lower() for each in expected))}
+    best = max(_f1(_words(answer), _words(text)) for text in expected)
+    return {"score": best, "contains": float(any(text.lower() in answer.lower() for text in expected))}
 
 
 def chinese_f1(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
     """Best character F1 over `expected`, ignoring punctuation and spaces."""
-    return {"score": max(_f1(_characters(answer), _characters(each)) for each in expected)}
+    return {"score": max(_f1(_characters(answer), _characters(text)) for text in expected)}
 
 
 def rouge_l(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
@@ -113,7 +113,7 @@ def chinese_rouge_l(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
 
 
 def chinese_word_f1(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    return {"score": max(_f1(_chinese_words(answer), _chinese_words(each)) for each in expected)}
+    return {"score": max(_f1(_chinese_words(answer), _chinese_words(text)) for text in expected)}
 
 
 def code_similarity(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
@@ -121,15 +121,15 @@ def code_similarity(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
     from rapidfuzz.fuzz import ratio
 
     lines = answer.lstrip("\n").split("\n")
-    line = next((each for each in lines if not re.search(r"`|#|//", each)), "")
-    return {"score": max(ratio(line, each) for each in expected) / 100}
+    line = next((text for text in lines if not re.search(r"`|#|//", text)), "")
+    return {"score": max(ratio(line, text) for text in expected) / 100}
 
 
 def number_share(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
     """Best share over `expected` of the answer's numbers that are its number (LongBench)."""
     numbers = re.findall(r"\d+", answer)
-    wanted = [found.group() for each in expected if (found := re.search(r"\d+", each))]
-    return {"score": max((numbers.count(each) / max(len(numbers), 1) for each in wanted), default=0.0)}
+    wanted = [found.group() for text in expected if (found := re.search(r"\d+", text))]
+    return {"score": max((numbers.count(number) / max(len(numbers), 1) for number in wanted), default=0.0)}
 
 
 def first_integer(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
@@ -147,13 +147,13 @@ def last_integer(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
 def leading_numbers(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
     """Share of the expected numbers in the answer, up to its first wrong one (InfiniteBench)."""
     got = re.findall(r"\d+", answer)
-    right = next((i for i, each in enumerate(expected) if i >= len(got) or got[i] != each), len(expected))
+    right = next((i for i, number in enumerate(expected) if i >= len(got) or got[i] != number), len(expected))
     return {"score": right / len(expected)}
 
 
 def whole_word(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
     """1 if one of `expected` occurs in the answer as a word, ignoring case."""
-    found = (re.search(rf"(?<!\w){re.escape(each)}(?!\w)", answer, re.IGNORECASE) for each in expected)
+    found = (re.search(rf"(?<!\w){re.escape(text)}(?!\w)", answer, re.IGNORECASE) for text in expected)
     return {"score": float(any(found))}
 
 
@@ -165,8 +165,8 @@ def one_of(classes: tuple[str, ...]) -> Score:
     """
 
     def score(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-        named = [each for each in classes if each in answer]
-        shares = [1 / sum(other == each or other not in each for other in named) for each in expected if each in named]
+        named = [name for name in classes if name in answer]
+        shares = [1 / sum(other == name or other not in name for other in named) for name in expected if name in named]
         return {"score": max(shares, default=0.0)}
 
     return score
@@ -185,17 +185,17 @@ def same_function(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
     """
     block = re.search(r"```[^\n]*\n(.*?)(?:```|\Z)", answer, re.DOTALL)
     code = (block.group(1) if block else answer).split()
-    likeness = [difflib.SequenceMatcher(None, code, each.split(), autojunk=False).ratio() for each in expected]
+    likeness = [difflib.SequenceMatcher(None, code, text.split(), autojunk=False).ratio() for text in expected]
     return {"score": float(likeness[0] >= 0.8 and likeness[0] == max(likeness)), "similarity": likeness[0]}
 
 
 def _words(text: str) -> list[str]:
-    bare = "".join(each for each in text.lower() if each not in string.punctuation)
-    return [each for each in bare.split() if each not in ("a", "an", "the")]
+    bare = "".join(character for character in text.lower() if character not in string.punctuation)
+    return [word for word in bare.split() if word not in ("a", "an", "the")]
 
 
 def _characters(text: str) -> list[str]:
-    return [each for each in text.lower() if each.isalnum()]
+    return [character for character in text.lower() if character.isalnum()]
 
 
 def _f1(got: list[str], wanted: list[str]) -> float:
@@ -205,8 +205,8 @@ def _f1(got: list[str], wanted: list[str]) -> float:
 
 def _rouge(kind: str, answer: str, expected: tuple[str, ...], chinese: bool = False) -> dict[str, float]:
     scorer = _scorer(kind, chinese)
-    best = max((scorer.score(each, answer) for each in expected), key=lambda found: found[kind].fmeasure)
-    found = {name: float(each.fmeasure) for name, each in best.items()}
+    best = max((scorer.score(text, answer) for text in expected), key=lambda found: found[kind].fmeasure)
+    found = {name: float(value.fmeasure) for name, value in best.items()}
     return {"score": found[kind], "rouge1": found["rouge1"], "rouge2": found["rouge2"]}
 
 
@@ -228,7 +228,7 @@ def _chinese_words(text: str) -> list[str]:
     import jieba
 
     jieba.setLogLevel("WARNING")
-    return [word for each in jieba.lcut(text.lower()) if (word := "".join(_characters(each)))]
+    return [word for part in jieba.lcut(text.lower()) if (word := "".join(_characters(part)))]
 
 
 _NUMBER = r"-?\d[\d,]*(?:\.\d+)?"

@@ -94,10 +94,10 @@ class NoLiMa:
         book = self._books[(turn // DEPTHS + turn % DEPTHS + number) % len(self._books)]
         depth = (11 * turn + 5 * number) % DEPTHS / (DEPTHS - 1)
         character = draw(seed, needle.name, 0, index).choice(needle.characters or ("",))
-        fact, asked = (text.replace("{CHAR}", character) for text in (needle.needle, needle.question))
+        fact, query = (text.replace("{CHAR}", character) for text in (needle.needle, needle.question))
         lead, after = needle.template.split("{haystack}")
         answers = (character,) if "{CHAR}" in needle.needle else needle.answers
-        question = QuestionAnswer(after.replace("{question}", asked).strip("\n"), answers, contains, _MOST)
+        question = QuestionAnswer(after.replace("{question}", query).strip("\n"), answers, contains, _MOST)
         meta = {"document": index, "needle": needle.name, "depth": depth}
 
         def make(size: int) -> Sample:

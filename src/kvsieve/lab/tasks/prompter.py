@@ -79,14 +79,14 @@ class Prompter:
 
     def _split(self, sample: Sample, turn: int) -> tuple[str, str]:
         """Return the rendered prompt of a turn asked first, split after the context."""
-        asked = sample.turns[turn]
+        question = sample.turns[turn]
         text = self._render(self._first(sample, turn))
         context = escaped(self.tokenizer, sample.context)
         at = text.find(context)
         if at < 0:
             raise InputError("the model's chat template changes the text of a message, so the context cannot be found")
         at += len(context)
-        return text[:at], text[at:] + self._lead(asked.prefix)
+        return text[:at], text[at:] + self._lead(question.prefix)
 
     def _first(self, sample: Sample, turn: int) -> list[dict[str, str]]:
         user = {"role": "user", "content": f"{sample.context}\n\n{sample.turns[turn].question}"}
@@ -107,7 +107,7 @@ class Prompter:
     def _render(self, messages: list[dict[str, str]]) -> str:
         if not self.has_template:
             layout = {"system": "{}\n\n", "user": "{}\nAnswer:", "assistant": " {}\n\n"}
-            texts = ((each["role"], escaped(self.tokenizer, each["content"])) for each in messages)
+            texts = ((message["role"], escaped(self.tokenizer, message["content"])) for message in messages)
             return self.bos + "".join(layout[role].replace("{}", text) for role, text in texts)
         return render(self.tokenizer, messages)
 

@@ -49,18 +49,18 @@ def rows_task(
     """
     name, scored = chosen_score(score)
     file = Path(os.path.expanduser(source)) if isinstance(source, (str, Path)) else None
-    asked = []
+    questions = []
     for row in _rows(source if file is None else file, owner):  # type: ignore[arg-type]
         longest = row.values.get("max_new_tokens", answer_tokens)
         if not isinstance(longest, int) or isinstance(longest, bool) or longest < 1:
             raise row.wrong(f"'max_new_tokens' must be a whole number of at least 1, got {short(longest)}")
         turn = QuestionAnswer(row.values["question"], _answers(row), scored, longest)
-        asked.append(DocumentQuestion("", row.values["context"], turn, row.line))
+        questions.append(DocumentQuestion("", row.values["context"], turn, row.line))
     called = "rows" if file is None else file.name
     short_name = called.removesuffix(".gz").removesuffix(".jsonl")
     # Results with another score are results of another task.
     key = "_".join(re.findall(r"\w+", f"{PREFIX}{short_name} {name}"))
-    return DocumentTask(key, f"{called}, {name}", asked, keep_ends, file)
+    return DocumentTask(key, f"{called}, {name}", questions, keep_ends, file)
 
 
 def chosen_score(score: str | Callable[..., Any]) -> tuple[str, Score]:
@@ -127,8 +127,8 @@ def _rows(source: Path | Sequence[Mapping[str, Any]], owner: str) -> list[FileRo
 def _answers(row: FileRow) -> tuple[str, ...]:
     if "answer" not in row.values and "answers" not in row.values:
         raise row.wrong("'answer' is missing; expected a text, or a list of texts of which any is right")
-    given = row.values["answer"] if "answer" in row.values else row.values["answers"]
-    answers = tuple(given) if isinstance(given, list | tuple) else (given,)
-    if not answers or not all(isinstance(each, str) and each.strip() for each in answers):
+    value = row.values["answer"] if "answer" in row.values else row.values["answers"]
+    answers = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not answers or not all(isinstance(text, str) and text.strip() for text in answers):
         raise row.wrong("'answer' must be a text or a list of texts, none of them empty")
     return answers

@@ -54,14 +54,14 @@ class Niah(Generated):
         pairs = [
             (key, value) for i, key in enumerate(keys) for value in values[i * self.values : (i + 1) * self.values]
         ]
-        asked = sorted(rng.sample(range(total), self.queries))
-        answers = tuple(value for i in asked for value in values[i * self.values : (i + 1) * self.values])
+        indices = sorted(rng.sample(range(total), self.queries))
+        answers = tuple(value for i in indices for value in values[i * self.values : (i + 1) * self.values])
         sentences = [self._needle(*pair) for pair in pairs]
         rng.shuffle(sentences)
         depths = spread(rng, len(sentences))
         start = rng.random()
         more = rng.getrandbits(32)
-        turn = self._turn([keys[i] for i in asked], answers)
+        turn = self._turn([keys[i] for i in indices], answers)
         noun = self._noun
         intro = f"Special magic {noun}s are hidden in the following text. Memorize them; you will be asked about them."
         meta = {"depth": sum(depths) / len(depths)}
@@ -94,12 +94,14 @@ class Niah(Generated):
     def _turn(self, keys: list[str], answers: tuple[str, ...]) -> QuestionAnswer:
         per_value = 16 if self.value_kind == "numbers" else 48
         if len(answers) == 1:
-            asked = f"What is the special magic {self._noun} for {keys[0]} mentioned in the provided text?"
+            question = f"What is the special magic {self._noun} for {keys[0]} mentioned in the provided text?"
             prefix = f"The special magic {self._noun} for {keys[0]} mentioned in the provided text is"
         else:
-            asked = f"What are all the special magic {self._noun}s for {_listed(keys)} mentioned in the provided text?"
+            question = (
+                f"What are all the special magic {self._noun}s for {_listed(keys)} mentioned in the provided text?"
+            )
             prefix = f"The special magic {self._noun}s for {_listed(keys)} mentioned in the provided text are"
-        return QuestionAnswer(asked, answers, match_all, per_value * len(answers), prefix=prefix)
+        return QuestionAnswer(question, answers, match_all, per_value * len(answers), prefix=prefix)
 
     def _draw(self, rng: random.Random, kind: str, count: int) -> list[str]:
         return {"words": word_keys, "numbers": numbers, "uuids": uuids}[kind](rng, count)
@@ -158,9 +160,9 @@ class CommonWords(Generated):
     seldom: int = 3
 
     def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
-        asked = f"What are the {self.common} most common words in the list above?"
+        question = f"What are the {self.common} most common words in the list above?"
         found = {word.lower() for word in re.findall(r"\b[A-Za-z]{4,9}\b", self.text)}
-        vocabulary = sorted(found - set(re.findall(r"\w+", asked.lower())))
+        vocabulary = sorted(found - set(re.findall(r"\w+", question.lower())))
         rng.shuffle(vocabulary)
         if len(vocabulary) < self.common + 20:
             vocabulary += word_keys(rng, 4000)
@@ -168,7 +170,7 @@ class CommonWords(Generated):
         others = vocabulary[self.common :]
         order = rng.getrandbits(32)
         turn = QuestionAnswer(
-            asked,
+            question,
             tuple(words),
             match_all,
             80,

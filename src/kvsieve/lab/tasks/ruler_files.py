@@ -15,8 +15,8 @@ from kvsieve.lab.tasks.scoring import match_all, match_any
 # Longest answers, by prefix of RULER's task names.
 _TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 NAMES = tuple(
-    f"rulerfile_{each}"
-    for each in (
+    f"rulerfile_{part}"
+    for part in (
         *(f"niah_{kind}_{number}" for kind in ("single", "multikey") for number in (1, 2, 3)),
         *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2"),
     )
@@ -44,11 +44,11 @@ def _asked(row: FileRow, part: str) -> DocumentQuestion:
     outputs = row.values["outputs"]
     prompt = row.values["input"].strip()
     prefix = row.values.get("answer_prefix") or ""
-    if not outputs or not all(isinstance(each, str) and each for each in outputs):
+    if not outputs or not all(isinstance(text, str) and text for text in outputs):
         raise row.wrong(f"'outputs' must be a list of texts, at least one; got {outputs!r}")
     if not isinstance(prefix, str):
         raise row.wrong(f"'answer_prefix' is {prefix!r}, expected text")
-    control = next((each for each in _CONTROL if each in prompt), None)
+    control = next((token for token in _CONTROL if token in prompt), None)
     if control is not None:
         raise row.wrong(f"'input' has a chat template in it ({control!r}); generate it with --model_template_type base")
     # The question is the last line; a prompt of one line would leave no context to compress.

@@ -184,12 +184,12 @@ class SCBench:
         turns = []
         for turn, kind in zip(raw, kinds, strict=True):
             answers = _answers(turn)
-            options = [str(each) for each in turn.get("options") or ()]
+            options = [str(option) for option in turn.get("options") or ()]
             if kind.score is choice_letter:
                 answers = (_letter(answers, options, self._place(index)),)
             golden = ", ".join(answers) if kind.score is match_all else answers[0]
             if kind.score is same_function:
-                answers = (*answers[:1], *(each for each in functions if each != answers[0]))
+                answers = (*answers[:1], *(function for function in functions if function != answers[0]))
             listed = "\n".join(f"{letter}. {text}" for letter, text in zip("ABCD", options, strict=False))
             question = kind.question.replace("{options}", listed).replace("{input}", str(turn["input"]))
             turns.append(QuestionAnswer(question, answers, kind.score, kind.max_new_tokens, golden=golden))
@@ -213,7 +213,7 @@ _SCHEMA = "expected rows {'id', 'context', 'multi_turns': [{'input', 'answer', .
 
 def _answers(turn: dict[str, Any]) -> tuple[str, ...]:
     answer = turn["answer"]
-    return tuple(str(each) for each in (answer if isinstance(answer, list) else [answer]))
+    return tuple(str(text) for text in (answer if isinstance(answer, list) else [answer]))
 
 
 def _letter(answers: tuple[str, ...], options: list[str], where: str) -> str:

@@ -12,13 +12,13 @@ from kvsieve.lab.tasks.samples import Score
 def match_all(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
     """Share of the expected strings that occur in the answer, ignoring case (RULER, its "string match all")."""
     text = answer.lower()
-    return {"score": sum(each.lower() in text for each in expected) / len(expected)}
+    return {"score": sum(wanted.lower() in text for wanted in expected) / len(expected)}
 
 
 def match_any(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
     """1 if any of the expected strings occurs in the answer, ignoring case (RULER, its "string match part")."""
     text = answer.lower()
-    return {"score": float(any(each.lower() in text for each in expected))}
+    return {"score": float(any(wanted.lower() in text for wanted in expected))}
 
 
 def digits(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
@@ -29,7 +29,7 @@ def digits(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
     """
     wanted = expected[0]
     got = max(re.findall(r"\d+", answer), key=len, default="")
-    right = [mine == theirs for mine, theirs in zip(got, wanted, strict=False)]
+    right = [digit == wanted_digit for digit, wanted_digit in zip(got, wanted, strict=False)]
     partial = sum(right) / len(wanted)
     return {
         "score": partial,
@@ -42,7 +42,7 @@ def digits(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
 def first_word(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
     """1 if the answer's first word is one of those expected, ignoring case and punctuation."""
     words = re.findall(r"\w+", answer.lower())
-    return {"score": float(bool(words) and words[0] in {each.lower() for each in expected})}
+    return {"score": float(bool(words) and words[0] in {word.lower() for word in expected})}
 
 
 def first_number(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
@@ -72,11 +72,11 @@ def repeated_choices(people: Sequence[str]) -> Score:
         again = chosen(second)
         often = Counter(choices.values())
         own = {name: choice for name, choice in choices.items() if often[choice] == 1}
-        kept = sum(again.get(name) == choice for name, choice in own.items())
+        matches = sum(again.get(name) == choice for name, choice in own.items())
         return {
-            "score": kept / len(people),
+            "score": matches / len(people),
             "first_half": len(own) / len(people),
-            "second_half": kept / max(len(own), 1),
+            "second_half": matches / max(len(own), 1),
         }
 
     return score

@@ -50,10 +50,12 @@ class ManyShot(Generated):
 
     def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
         labels = dict(zip(_TOPICS, rng.sample(_INVENTED, len(_TOPICS)), strict=True))
-        asked = rng.choice(list(_TOPICS))
+        new_topic = rng.choice(list(_TOPICS))
         more = rng.getrandbits(32)
-        sentence = _sentence(rng, asked)
-        turn = QuestionAnswer(f"Sentence: {sentence}\nWhich label?", (labels[asked],), first_word, 6, prefix="Label:")
+        sentence = _sentence(rng, new_topic)
+        turn = QuestionAnswer(
+            f"Sentence: {sentence}\nWhich label?", (labels[new_topic],), first_word, 6, prefix="Label:"
+        )
 
         def make(shots: int, filler: str) -> Sample:
             fresh = random.Random(more)
@@ -83,17 +85,17 @@ class Arithmetic(Generated):
 
     def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
         more = rng.getrandbits(32)
-        story, asked, term, result = _sum(rng)
-        question = f"{story} {asked}"
+        story, query, term, result = _sum(rng)
+        question = f"{story} {query}"
         turn = QuestionAnswer(question, (str(result),), first_number, 8, prefix=f"{term} =")
 
         def make(shots: int, filler: str) -> Sample:
             fresh = random.Random(more)
             lines: list[str] = []
             while len(lines) < shots:
-                shown, asked, term, value = _sum(fresh)
+                shown, query, term, value = _sum(fresh)
                 if shown != story:
-                    lines.append(f"{shown} {asked} {term} = {value}.")
+                    lines.append(f"{shown} {query} {term} = {value}.")
             intro = f"Answer the question as the examples do. {filler}".strip()
             return Sample("\n".join([intro, *lines]), (turn,))
 
@@ -105,7 +107,7 @@ def _sum(rng: random.Random) -> tuple[str, str, str, int]:
     thing = rng.choice(_THINGS)
     first = rng.randrange(2, 10)
     second = rng.randrange(1, 10)
-    asked = f"How many {thing} does {name} have now?"
+    question = f"How many {thing} does {name} have now?"
     if second < first and rng.random() < 0.5:
-        return f"{name} has {first} {thing} and gives away {second}.", asked, f"{first} - {second}", first - second
-    return f"{name} has {first} {thing} and gets {second} more.", asked, f"{first} + {second}", first + second
+        return f"{name} has {first} {thing} and gives away {second}.", question, f"{first} - {second}", first - second
+    return f"{name} has {first} {thing} and gets {second} more.", question, f"{first} + {second}", first + second

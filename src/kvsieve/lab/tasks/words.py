@@ -38,15 +38,15 @@ COUNTRIES = tuple("Austrania Borlund Cestonia Dalvaria Elvonia Feronia Galdania 
 def word_keys(rng: random.Random, count: int) -> list[str]:
     size = len(ADJECTIVES) * len(NOUNS)
     picked = rng.sample(range(size), min(count, size))
-    keys = [f"{ADJECTIVES[each // len(NOUNS)]}-{NOUNS[each % len(NOUNS)]}" for each in picked]
+    keys = [f"{ADJECTIVES[pair // len(NOUNS)]}-{NOUNS[pair % len(NOUNS)]}" for pair in picked]
     # Only prompts far beyond 128K tokens need more than there are pairs.
     return keys + [f"{keys[i % size]}-{i // size + 2}" for i in range(count - size)]
 
 
 def numbers(rng: random.Random, count: int, figures: int = 7) -> list[str]:
-    return [str(each) for each in rng.sample(range(10 ** (figures - 1), 10**figures), count)]
+    return [str(number) for number in rng.sample(range(10 ** (figures - 1), 10**figures), count)]
 
 
 def uuids(rng: random.Random, count: int) -> list[str]:
     drawn = (f"{rng.getrandbits(128):032x}" for _ in range(count))
-    return [f"{each[:8]}-{each[8:12]}-{each[12:16]}-{each[16:20]}-{each[20:]}" for each in drawn]
+    return [f"{figures[:8]}-{figures[8:12]}-{figures[12:16]}-{figures[16:20]}-{figures[20:]}" for figures in drawn]
