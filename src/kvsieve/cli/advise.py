@@ -188,7 +188,7 @@ def _check_model(name: str | None, dtype: str, device: str | None, options: Advi
 def print_advice(advice: Advice, model: str | None, wide: bool = False) -> None:
     from kvsieve.lab.advise.choose import on_frontier
 
-    rows = [_row(each, on_frontier(each, advice.candidates)) for each in advice.candidates]
+    rows = [_row(candidate, on_frontier(candidate, advice.candidates)) for candidate in advice.candidates]
     headers = ["", "plan", "KV", "loss", "score", "TPOT", "TTFT", "top-1", "UUIDs lost", "passkeys lost"]
     shown = len(headers) if wide else 6
     print_table(headers[:shown], [row[:shown] for row in rows], left=2, width=WIDE if wide else NARROW)
@@ -201,9 +201,9 @@ def print_advice(advice: Advice, model: str | None, wide: bool = False) -> None:
         show(f"note: nothing was measured at {context} tokens: the loss and times there may differ from those at {at}")
     if advice.caution is not None:
         show(f"note: {advice.caution}")
-    for each in advice.candidates:
-        if not each.acted:
-            show(f"note: {each.name} did nothing at {at} tokens: they fit its budget, so nothing is known of it")
+    for candidate in advice.candidates:
+        if not candidate.acted:
+            show(f"note: {candidate.name} did nothing at {at} tokens: they fit its budget, so nothing is known of it")
     show()
     _show_choice(advice, model)
     show()
@@ -230,7 +230,7 @@ def _show_choice(advice: Advice, model: str | None) -> None:
     parameters = dict(one.setting.given)
     stored = {role: parameters.pop(role, None) for role in PARTS}
     words = ["kvsieve run", *([] if model is None else [model]), "--method", spec(one.setting.method, parameters)]
-    words += [f"--{role} {each}" for role, each in stored.items() if each is not None]
+    words += [f"--{role} {part}" for role, part in stored.items() if part is not None]
     show(f"    {' '.join(words)}")
     show(f"It has {why} of the plans with {limits}.")
     low, high = chosen.interval
@@ -239,13 +239,13 @@ def _show_choice(advice: Advice, model: str | None) -> None:
         f"loss on {prompts} held back: {chosen.loss:.3g}; for as many others at "
         f"{advice.measured_at} tokens expect {low:.2g} to {high:.2g} ({100 * chosen.level:.0f}% interval)"
     )
-    for task, (lost, given) in one.lost.items():
+    for task, (lost, total) in one.lost.items():
         kind = "UUIDs" if "single_3" in task else "64-digit passkeys"
         if not lost:
             continue
         budget = chosen.survive.get(task)
         where = f"at {budget} of the same method they survive" if budget else "no budget tried keeps them all"
-        show(f"warning: it loses {lost} of {given} {kind} that full KV gives; {where}")
+        show(f"warning: it loses {lost} of {total} {kind} that full KV gives; {where}")
 
 
 def _row(one: Candidate, best: bool) -> list[str]:
@@ -261,7 +261,7 @@ def _row(one: Candidate, best: bool) -> list[str]:
         "-" if one.tpot is None else f"{one.tpot_ratio:.2f} ({1000 * one.tpot:.0f} ms)",
         "-" if one.ttft_ratio is None else f"{one.ttft_ratio:.2f}",
         f"{100 * one.top1:.0f}%",
-        *("-" if each is None else f"{each[0]} of {each[1]}" for each in lost),
+        *("-" if pair is None else f"{pair[0]} of {pair[1]}" for pair in lost),
     ]
 
 

@@ -107,10 +107,10 @@ def run_methods(
     from kvsieve.lab.eval.ask import differs_at
 
     results = list(run_batches(model, tokenizer, [asked], runs, 1, how, warm=True))
-    full = next((each["tokens"] for each in results if each["label"] == "full"), None) if len(runs) > 1 else None
-    for each in results:
-        del each["index"]
-        each |= {} if full is None else {"differs_at": differs_at(full, each["tokens"])}
+    full = next((result["tokens"] for result in results if result["label"] == "full"), None) if len(runs) > 1 else None
+    for result in results:
+        del result["index"]
+        result |= {} if full is None else {"differs_at": differs_at(full, result["tokens"])}
     return results
 
 
@@ -145,9 +145,9 @@ def run_batches(
 
     alone = how.store is None and not how.kept
     check_single_answer(model, how.sampling, beams=alone)
-    runs = [each.for_model(model, tokenizer) for each in runs]
-    for each in runs:
-        check_model(model, each.plan)
+    runs = [run.for_model(model, tokenizer) for run in runs]
+    for run in runs:
+        check_model(model, run.plan)
     if warm:
         _warm_up(model, asked[0].ids)
     # Rows of a batch would share the rotary tables of the longest.
@@ -225,14 +225,14 @@ def _answer(
     from kvsieve.lab.eval.reading import ALONE
     from kvsieve.planning.turns import stop_ids
 
-    longest = max(each.ids.shape[1] for each in rows)
+    longest = max(prompt.ids.shape[1] for prompt in rows)
     filler = sieve.tokenizer.pad_token_id or 0
     ids = rows[0].ids.new_full((len(rows), longest), filler)
     # A pad token in a prompt's text is not padding.
     mask = ids.new_zeros(ids.shape)
-    for row, each in enumerate(rows):
-        ids[row, longest - each.ids.shape[1] :] = each.ids[0]
-        mask[row, longest - each.ids.shape[1] :] = 1
+    for row, prompt in enumerate(rows):
+        ids[row, longest - prompt.ids.shape[1] :] = prompt.ids[0]
+        mask[row, longest - prompt.ids.shape[1] :] = 1
     ids = ids.to(sieve.model.device)
     mask = mask.to(sieve.model.device)
     ends = stop_ids(sieve.tokenizer, sieve.model.generation_config.eos_token_id)
@@ -241,7 +241,7 @@ def _answer(
     if cache is None and store is not None:
         result = answer(sieve, ids, options, store)
     else:
-        result = sieve.generate(ids, mask, cache=cache, protect=[each.protect for each in rows], **options)
+        result = sieve.generate(ids, mask, cache=cache, protect=[prompt.protect for prompt in rows], **options)
     if shared is not None and shared.prefix is not None:
         stats = result.stats
         if cache is None:
@@ -251,5 +251,5 @@ def _answer(
         # The shared prefill is in memory too, so the peak does not belong to one method.
         result = replace(result, stats=replace(stats, peak_bytes=None))
     # Rows that ended earlier are padded.
-    made = result.sequences[:, longest:].tolist()
-    return [[*itertools.takewhile(lambda token: token not in ends, row)] for row in made], result
+    answers = result.sequences[:, longest:].tolist()
+    return [[*itertools.takewhile(lambda token: token not in ends, row)] for row in answers], result

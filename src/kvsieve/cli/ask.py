@@ -83,8 +83,8 @@ def ask_command(
     check_least(1, max_new_tokens=max_new_tokens, chunk=chunk)
     asked = given_questions(question, questions)
     runs = runs_of(methods, budget)
-    for given, name in (("--csv", csv_file), ("--html", html_file)):
-        check_writable(given, name)
+    for file, name in (("--csv", csv_file), ("--html", html_file)):
+        check_writable(file, name)
     check_store(store)
     text = read_documents(files)
     check_model_name(model)
@@ -129,7 +129,7 @@ def given_questions(question: Sequence[str] | None, file: str | None) -> list[st
     found = [*(question or []), *(line.strip() for line in lines if line.strip())]
     if not found:
         raise InputError('no question was given: add --question "What was decided?" or --questions FILE')
-    if not all(each.strip() for each in found):
+    if not all(line.strip() for line in found):
         raise InputError("--question is empty; write the question")
     return found
 
@@ -178,18 +178,18 @@ def ask_all(asker: Asker, questions: Sequence[str], quiet: bool) -> list[Documen
 def results(questions: Sequence[str], answers: Sequence[DocumentAnswer]) -> dict[str, Any]:
     from kvsieve.lab.eval.ask import advice, differing_words, differs_at, summarise
 
-    reference = {each.question: each for each in reversed(answers)}
+    reference = {answer.question: answer for answer in reversed(answers)}
     rows = []
-    for each in answers:
-        full = reference[each.question]
-        at = differs_at(full.tokens, each.tokens)
-        words = None if at is None else dict(zip(("full", "here"), differing_words(full, each), strict=True))
-        rows.append({**each.to_dict(), "same_as_full": at is None, "differs_at": at, "differing_words": words})
+    for answer in answers:
+        full = reference[answer.question]
+        at = differs_at(full.tokens, answer.tokens)
+        words = None if at is None else dict(zip(("full", "here"), differing_words(full, answer), strict=True))
+        rows.append({**answer.to_dict(), "same_as_full": at is None, "differs_at": at, "differing_words": words})
     methods = summarise(answers)
     return {
         "questions": list(questions),
         "answers": rows,
-        "methods": [dataclasses.asdict(each) for each in methods],
+        "methods": [dataclasses.asdict(method) for method in methods],
         "advice": advice(methods),
     }
 
@@ -200,21 +200,21 @@ def cell(row: dict[str, Any]) -> str:
 
 
 def matrix(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    labels = [each["method"] for each in report["methods"]][1:]
+    labels = [method["method"] for method in report["methods"]][1:]
     rows = []
     for number, question in enumerate(report["questions"]):
-        mine = {row["method"]: row for row in report["answers"] if row["question"] == number}
-        rows.append([f"{number + 1}. {question}", *(cell(mine[label]) for label in labels)])
+        by_method = {row["method"]: row for row in report["answers"] if row["question"] == number}
+        rows.append([f"{number + 1}. {question}", *(cell(by_method[label]) for label in labels)])
     return ["question", *labels], rows
 
 
 def costs(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     rows = []
-    for each in report["methods"]:
-        speed = "-" if each["per_token_s"] is None else f"{1000 * each['per_token_s']:.0f}"
-        same = f"{each['same']} of {each['questions']}"
-        times = [f"{each['first_token_s']:.2f}", speed]
-        rows.append([each["method"], same, mebibytes(each["kv_bytes"]), f"{each['kv_share']:.0%}", *times])
+    for method in report["methods"]:
+        speed = "-" if method["per_token_s"] is None else f"{1000 * method['per_token_s']:.0f}"
+        same = f"{method['same']} of {method['questions']}"
+        times = [f"{method['first_token_s']:.2f}", speed]
+        rows.append([method["method"], same, mebibytes(method["kv_bytes"]), f"{method['kv_share']:.0%}", *times])
     return ["method", "as full", "KV", "of full", "first token s", "token ms"], rows
 
 

@@ -123,8 +123,8 @@ def bench_command(
     check_writable("--out", out, makes_folders=True)
     check_least(1, batch=batch, rounds=rounds, chunk=chunk)
     check_least(2, new_tokens=new_tokens)
-    asked = [part.strip() for part in (LENGTHS if lengths is None else lengths).split(",")]
-    numbers = [part for part in asked if part != CONTEXT]
+    texts = [part.strip() for part in (LENGTHS if lengths is None else lengths).split(",")]
+    numbers = [part for part in texts if part != CONTEXT]
     sizes = parse_lengths(",".join(numbers), "--lengths") if numbers else []
     specs = compared_specs(methods, None)
     parts = parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
@@ -136,8 +136,8 @@ def bench_command(
     loaded, tokenizer = load_model(model, dtype, device)
     from kvsieve.lab.bench.prompts import lengths_of
 
-    sizes = lengths_of(loaded, sizes, new_tokens, whole=CONTEXT in asked, fitting=lengths is None)
-    runs = {run.full_label: run for run in (measured(each).for_model(loaded, tokenizer) for each in named)}
+    sizes = lengths_of(loaded, sizes, new_tokens, whole=CONTEXT in texts, fitting=lengths is None)
+    runs = {run.full_label: run for run in (measured(run).for_model(loaded, tokenizer) for run in named)}
     settings = {
         "batch": batch,
         "new_tokens": new_tokens,
@@ -164,7 +164,7 @@ def parse_peer_methods(text: str) -> list[tuple[str, Any, dict[str, Any]]]:
     found = []
     for name, options in split_specs(text):
         if name not in PRESSES or name == "full":
-            known = ", ".join(each for each in PRESSES if each != "full")
+            known = ", ".join(press for press in PRESSES if press != "full")
             raise InputError(f"--peer-methods knows {known}, got {name!r}; full is always measured")
         found.append((name, Budget.parse(options.pop("budget", PEER_BUDGET)), options))
     return found
@@ -210,7 +210,7 @@ def run_bench(
         "cpu": _cpu(model),
         **settings,
         "baseline": BASELINE,
-        "contenders": {each.name: each.describe() for each in contenders},
+        "contenders": {contender.name: contender.describe() for contender in contenders},
         "plans": {label: run.plan.to_dict() for label, run in runs.items()},
         "parameters": {label: run.parameters for label, run in runs.items()},
         "rates": None if limits is None else limits.rates.to_dict(),
@@ -253,8 +253,8 @@ def _peers(peer: Peer, presses: list[tuple[str, Any, dict[str, Any]]]) -> list[P
 
     found = [PeerMethod(peer, "full", None, {}, peer_name("full"))]
     for method, budget, options in presses:
-        given = {"budget": str(budget), **options}
-        found.append(PeerMethod(peer, method, budget, options, peer_name(spec(method, given))))
+        parameters = {"budget": str(budget), **options}
+        found.append(PeerMethod(peer, method, budget, options, peer_name(spec(method, parameters))))
     return found
 
 

@@ -74,7 +74,7 @@ def calibrate_command(
     check_least(1, prompts=prompts)
     read = None if text is None else _text(text)
     # A file that cannot be written should fail before minutes of work.
-    out, plot = (None if each is None else Path(os.path.expanduser(each)) for each in (out, plot))
+    out, plot = (None if path is None else Path(os.path.expanduser(path)) for path in (out, plot))
     check_writable("--out", out)
     check_writable("--plot", plot)
     check_model_name(model)
@@ -121,7 +121,7 @@ def calibrate_command(
         plot.write_bytes(distances_png(profile))
     if as_json:
         arrays = ("heads", "q_filters")
-        emit_json({name: each for name, each in profile.to_dict().items() if name not in arrays} | {"out": str(file)})
+        emit_json({name: value for name, value in profile.to_dict().items() if name not in arrays} | {"out": str(file)})
         return
     print_profile(profile)
     _print_use(profile, file, out is None, (model, dtype, device))
@@ -174,13 +174,13 @@ def _rows(measured: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if "pooling" in measured:
         one = measured["pooling"]
         found = f"window {one['window']}, kernel {one['kernel']}, {one['pooling']}"
-        kls = [each["kl"] for each in one["grid"]]
+        kls = [point["kl"] for point in one["grid"]]
         rows.append(("pooling", found, f"KL {one['kl']:.3g} at {one['budget']} (worst setting {max(kls):.3g})"))
     if "answers" in measured:
         tested = measured["answers"]["budgets"]
-        for task in dict.fromkeys(each["task"] for each in measured["answers"]["prompts"]):
+        for task in dict.fromkeys(prompt["task"] for prompt in measured["answers"]["prompts"]):
             rows.append(
-                _answers(task, [each for each in measured["answers"]["prompts"] if each["task"] == task], tested)
+                _answers(task, [prompt for prompt in measured["answers"]["prompts"] if prompt["task"] == task], tested)
             )
     if "tsp" in measured:
         one = measured["tsp"]
@@ -189,8 +189,8 @@ def _rows(measured: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         rows.append(("tsp", f"layer {one['layer']} of {one['layers'][0]}..{one['layers'][-1]}", by))
     if "asl" in measured:
         one = measured["asl"]
-        never = sum(each is None for each in one["selects_at"])
-        where = sorted({each for each in one["selects_at"] if each is not None})
+        never = sum(layer is None for layer in one["selects_at"])
+        where = sorted({layer for layer in one["selects_at"] if layer is not None})
         by = f"selects at {', '.join(map(str, where)) or 'none'}" + (f", never on {never} prompts" if never else "")
         rows.append(
             ("asl", f"first {one['first']}, tau {one['tau']:g}", by if one["adapts"] else f"{by}: a fixed layer")
@@ -205,13 +205,13 @@ def _rows(measured: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _answers(task: str, found: list[Mapping[str, Any]], tested: list[str]) -> tuple[str, str, str]:
-    least = [each["from"] for each in found]
+    least = [prompt["from"] for prompt in found]
     if None in least:
-        share = min((list(each["same"].values())[-1] for each in found if each["same"]), default=0.0)
+        share = min((list(prompt["same"].values())[-1] for prompt in found if prompt["same"]), default=0.0)
         where = f"{share:.0%} of its tokens right at {tested[-1]}"
     else:
         where = f"right from {max(least, key=tested.index)} on"
-    tokens = max(each["tokens"] for each in found)
+    tokens = max(prompt["tokens"] for prompt in found)
     return "answers", f"{task}: {where}", f"up to {tokens} tokens as under full KV, SnapKV as above"
 
 

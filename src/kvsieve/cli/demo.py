@@ -53,10 +53,10 @@ def demo_command(
     runs = demo_runs()
     model, tokenizer = load_model(None, dtype)
     document = build_document(tokenizer, tokens, depth)
-    asked = encode(tokenizer, TextPrompt(f"{document}\n\n{QUESTION}"))
-    tell(f"{run_title(model)} reads {asked.ids.shape[1]} tokens of Python's help texts with one fact at {depth:.0%}.")
+    prompt = encode(tokenizer, TextPrompt(f"{document}\n\n{QUESTION}"))
+    tell(f"{run_title(model)} reads {prompt.ids.shape[1]} tokens of Python's help texts with one fact at {depth:.0%}.")
     tell(f"Question: {QUESTION}  (expected: {CODE})")
-    results = run_methods(model, tokenizer, asked, runs, Generation(CHUNK, MAX_NEW_TOKENS))
+    results = run_methods(model, tokenizer, prompt, runs, Generation(CHUNK, MAX_NEW_TOKENS))
     for result in results:
         result["correct"] = CODE in result["answer"]
     if as_json:

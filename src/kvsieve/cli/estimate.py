@@ -182,7 +182,7 @@ def _fitted(run: MethodRun, shape: Any, element_bytes: int) -> MethodRun:
 
 def _result(run: MethodRun, tokens: int, one: Any, full: Any, rates: tuple[Any, Any, Any]) -> dict[str, Any]:
     matmul, attention, bandwidth = rates
-    seconds = [each.prefill_seconds(matmul or 1, attention or 1) for each in (one, full)]
+    seconds = [estimate.prefill_seconds(matmul or 1, attention or 1) for estimate in (one, full)]
     result = {
         "method": run.name,
         "parameters": run.parameters,
@@ -230,7 +230,7 @@ def _print(report: dict[str, Any]) -> None:
     of_them = f"; recurrent states {bytes_text(states)}, in KV below, do not grow" if states else ""
     show(f"{report['layers_hold']}{of_them}")
     batches = ["max batch"] if report["memory_gib"] is not None else []
-    print_table(_HEADERS + batches, [_row(each) for each in report["results"]], left=2)
+    print_table(_HEADERS + batches, [_row(result) for result in report["results"]], left=2)
     for note in report["notes"]:
         show(f"note: {note}")
 

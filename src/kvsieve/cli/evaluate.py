@@ -80,16 +80,16 @@ def _take_file(context: typer.Context, file: Path | None) -> Path | None:
     if file is None:
         return None
     try:
-        given = tomllib.loads(Path(os.path.expanduser(file)).read_text(encoding="utf-8"))
+        values = tomllib.loads(Path(os.path.expanduser(file)).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(
             f"--grid '{file}' cannot be read: {error}; expected TOML such as methods = [\"snapkv\"]"
         ) from error
-    unknown = sorted(given.keys() - set(_IN_FILE))
+    unknown = sorted(values.keys() - set(_IN_FILE))
     if unknown:
         raise InputError(f"--grid '{file}' sets {', '.join(unknown)}; it may set {', '.join(_IN_FILE)}")
     context.default_map = {
-        name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in given.items()
+        name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in values.items()
     }
     return file
 
@@ -154,11 +154,11 @@ def eval_command(
     parts = parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
     own = _own_task(context, task, score)
     alone = bool(own) and not _is_given(context, "tasks")
-    asked = [*own, *([] if alone else _tasks(names_of(tasks), haystack, data, scbench_mode))]
+    grid_tasks = [*own, *([] if alone else _tasks(names_of(tasks), haystack, data, scbench_mode))]
     check_folder("--out", out)
     check_model_name(model)
     grid = Grid(
-        tasks=asked,
+        tasks=grid_tasks,
         lengths=sizes,
         questions=questions,
         samples=samples,
@@ -186,7 +186,7 @@ def eval_command(
         "dtype": auto_dtype(device).name if dtype == "auto" else dtype,
         "seed": seed,
         "haystack": haystack,
-        "tasks": {each.name: each.title for each in grid.tasks},
+        "tasks": {grid_task.name: grid_task.title for grid_task in grid.tasks},
         "data": data_digests(grid.tasks),
     }
     # Opened before the model is loaded, so that an unwritable directory fails fast.
@@ -194,9 +194,9 @@ def eval_command(
         loaded, tokenizer = load_model(model, dtype, device)
         grid = replace(grid, settings=on_model(grid.settings, loaded, tokenizer))
         warn_unlike(grid.settings)
-        for each in grid.settings:
-            check_model(loaded, each.plan)
-        writer.settle([each.described() for each in grid.settings], loaded)
+        for setting in grid.settings:
+            check_model(loaded, setting.plan)
+        writer.settle([setting.described() for setting in grid.settings], loaded)
         evaluator = Evaluator(loaded, tokenizer, batch=batch, chunk=chunk)
         if alone:
             grid = _whole_rows(context, grid, own[0], evaluator)
@@ -275,8 +275,8 @@ def _tasks(names: list[str], haystack: str, data: str | None, scbench_mode: str)
     built_in = [name for name in names if name not in public]
     if data is not None and not public:
         raise InputError("--data names files of a public benchmark, but --tasks names none, such as leval_quality")
-    made: list[Task] = chosen_tasks(built_in, haystack) if built_in or not public else []
-    return [*made, *(public_task(name, data, scbench_mode) for name in public)]
+    tasks: list[Task] = chosen_tasks(built_in, haystack) if built_in or not public else []
+    return [*tasks, *(public_task(name, data, scbench_mode) for name in public)]
 
 
 def budgets_of(text: str) -> list[str]:

@@ -46,19 +46,19 @@ def write_page(kept: Kept, page: str, texts: Sequence[str]) -> None:
 def found_json(kept: Kept | None, texts: Sequence[str]) -> dict[str, Any]:
     if kept is None or not texts:
         return {}
-    return {"found": {text: [{**asdict(each), "states": each.states} for each in kept.of(text)] for text in texts}}
+    return {"found": {text: [{**asdict(place), "states": place.states} for place in kept.of(text)] for text in texts}}
 
 
 def print_found(labels: Sequence[str], kept: Sequence[Kept], texts: Sequence[str]) -> None:
     for text in texts:
-        for label, each in zip(labels, kept, strict=True):
-            for line in found_lines(each, text):
+        for label, tokens in zip(labels, kept, strict=True):
+            for line in found_lines(tokens, text):
                 show(f"{label}: {line}")
 
 
 def found_lines(kept: Kept, text: str) -> list[str]:
     found = kept.of(text)
-    return [f"{text!r}, {each}" for each in found] or [f"{text!r} does not occur in what the model has read"]
+    return [f"{text!r}, {place}" for place in found] or [f"{text!r} does not occur in what the model has read"]
 
 
 def print_map(kept: Kept) -> None:

@@ -126,9 +126,9 @@ def _root(
 
 def run_cli(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 fine, 1 something failed, 2 bad input, 130 interrupted."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    wanted = [each for each in given if each != "--debug"]
-    debug = len(wanted) < len(given) or os.environ.get("KVSIEVE_DEBUG", "") not in ("", "0")
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    wanted = [word for word in words if word != "--debug"]
+    debug = len(wanted) < len(words) or os.environ.get("KVSIEVE_DEBUG", "") not in ("", "0")
     with printed_warnings(debug):
         code = _run(wanted, debug)
     sys.exit(code)
@@ -136,13 +136,13 @@ def run_cli(arguments: Sequence[str] | None = None) -> None:
 
 def _check_text(arguments: Sequence[str]) -> None:
     """Raise InputError for an argument with characters that no file name can have."""
-    for each in arguments:
+    for argument in arguments:
         try:
-            bad = "a null character" if b"\0" in os.fsencode(each) else ""
+            bad = "a null character" if b"\0" in os.fsencode(argument) else ""
         except UnicodeEncodeError:
             bad = "half of a surrogate pair"
         if bad:
-            raise InputError(f"the argument {short(each)} has {bad} in it; leave it out")
+            raise InputError(f"the argument {short(argument)} has {bad} in it; leave it out")
 
 
 def _run(arguments: list[str], debug: bool) -> int:

@@ -74,20 +74,20 @@ class Limit:
         from kvsieve.lab.bench.footprint import footprint
         from kvsieve.models import load_tokenizer
 
-        self._given, self._fixed = given, fixed = context.params, options_given(context)
+        self._given, self._fixed = params, fixed = context.params, options_given(context)
         for run in runs:
             if run.plan.drafts:
                 raise InputError(f"--memory does not count the draft model of {run.label}; leave one of them out")
-        self.size: int = given["memory"]
-        self.tokenizer = load_tokenizer(given["model"])
-        self.foot = footprint(model_config(given["model"]), given["dtype"], given["device"])
+        self.size: int = params["memory"]
+        self.tokenizer = load_tokenizer(params["model"])
+        self.foot = footprint(model_config(params["model"]), params["dtype"], params["device"])
         self._runs = [runs]
         if codecs and "codec" not in fixed:
             specs = [(run.name, run.given) for run in runs]
             self._runs += [make_runs(specs, [codec]) for codec in _CODECS]
-        self._chunks = [given["chunk"]] if "chunk" in fixed else list(_halves(given["chunk"], _LEAST_CHUNK))
-        self._rows = [given.get("batch", 1)] if "batch" in fixed else list(_halves(given.get("batch", 1), 1))
-        self._decodes = [given["decode"]]
+        self._chunks = [params["chunk"]] if "chunk" in fixed else list(_halves(params["chunk"], _LEAST_CHUNK))
+        self._rows = [params.get("batch", 1)] if "batch" in fixed else list(_halves(params.get("batch", 1), 1))
+        self._decodes = [params["decode"]]
         if self.foot.copies and "decode" not in fixed:
             self._decodes.append("fused")
 
@@ -106,7 +106,7 @@ class Limit:
 
         tokens = tokens or self.foot.context
         best: Settings | None = None
-        runnable = [each for each in self._runs if not any(why_unsupported(self.foot.model, run.plan) for run in each)]
+        runnable = [runs for runs in self._runs if not any(why_unsupported(self.foot.model, run.plan) for run in runs)]
         for runs, decode, count, chunk in product(runnable or self._runs[:1], self._decodes, self._rows, self._chunks):
             choice = self._longest(Settings(runs, chunk, decode, min(count, rows)), tokens)
             if best is None or choice.tokens > best.tokens or not best.tokens:
@@ -140,8 +140,8 @@ class Limit:
 
             def fails(tokens: int, passes: Settings = passes, free: Callable[[int], int] = free) -> bool:
                 needed = foot.kv(Plan(), tokens, passes.chunk)
-                held = needed if kv is None else kv
-                return needed > held or held + (held // 3 if cached is None else cached) > free(tokens)
+                kv_bytes = needed if kv is None else kv
+                return needed > kv_bytes or kv_bytes + (kv_bytes // 3 if cached is None else cached) > free(tokens)
 
             tokens = bisect.bisect_left(range(1, foot.context + 1), True, key=fails)
             if best is None or tokens > best[0].tokens or not best[0].tokens:

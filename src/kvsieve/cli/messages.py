@@ -59,10 +59,10 @@ def _joined(line: str, more: Iterator[str]) -> str:
         return line  # pasted
     if line.strip() == _BLOCK:
         block: list[str] = []
-        for each in more:
-            if each.strip() == _BLOCK:
+        for text in more:
+            if text.strip() == _BLOCK:
                 return "\n".join(block)
-            block.append(each)
+            block.append(text)
         raise InputError(f"a block that begins with {_BLOCK} has no end; write {_BLOCK} alone in a line after it")
     while line.endswith("\\"):
         line = f"{line[:-1]}\n{next(more, '')}"

@@ -63,7 +63,7 @@ MEMORY: dict[str, Any] = {"parser": memory, "metavar": "SIZE"}
 
 def examples(*commands: str) -> str:
     # typer joins lines and keeps paragraphs.
-    return "\n\n".join(["Examples:", *(f"kvsieve {each}" for each in commands)])
+    return "\n\n".join(["Examples:", *(f"kvsieve {command}" for command in commands)])
 
 
 ModelArgument = Annotated[

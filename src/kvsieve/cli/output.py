@@ -75,8 +75,8 @@ def printed_warnings(everything: bool = False) -> Iterator[None]:
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         text = one_line(message)
-        ours = issubclass(category, KvsieveWarning) or text.startswith("kvsieve")
-        if (ours or everything) and text not in seen:
+        from_kvsieve = issubclass(category, KvsieveWarning) or text.startswith("kvsieve")
+        if (from_kvsieve or everything) and text not in seen:
             seen.add(text)
             say(f"warning: {text.removeprefix('kvsieve: ')}")
 

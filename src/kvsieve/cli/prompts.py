@@ -34,8 +34,8 @@ def given_prompts(
     text: str | None, file: str | None, many: str | None, question: str | None, system: str | None
 ) -> list[TextPrompt]:
     """Return the prompts of exactly one of --prompt, --prompt-file and --prompts-file. Raises InputError."""
-    given = {"--prompt": text, "--prompt-file": file, "--prompts-file": many}
-    named = [option for option, value in given.items() if value is not None]
+    sources = {"--prompt": text, "--prompt-file": file, "--prompts-file": many}
+    named = [option for option, value in sources.items() if value is not None]
     if len(named) != 1:
         got = " and ".join(named) or "none"
         raise InputError(f"give one of --prompt TEXT, --prompt-file FILE and --prompts-file FILE, got {got}")

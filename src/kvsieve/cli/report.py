@@ -27,9 +27,11 @@ def report_command(
     as_json: JsonOption = False,
 ) -> None:
     """Write report.html, tables.md and plots for one results directory, or a comparison of several to --out."""
-    for each in folders:
-        if not each.is_dir():
-            raise InputError(f"no results at '{each}': it is not a directory; run `kvsieve eval --out {each}` first")
+    for folder in folders:
+        if not folder.is_dir():
+            raise InputError(
+                f"no results at '{folder}': it is not a directory; run `kvsieve eval --out {folder}` first"
+            )
 
     check_folder("--out", out)
     check_writable("--csv", csv)
@@ -41,7 +43,7 @@ def report_command(
     from kvsieve.lab.eval.report import check_formats, write_report
     from kvsieve.lab.eval.results import load
 
-    wanted = [each.strip() for each in formats.split(",") if each.strip()]
+    wanted = [name.strip() for name in formats.split(",") if name.strip()]
     check_formats(wanted)
     directories = [load(folder) for folder in {folder.resolve(): folder for folder in folders}.values()]
     alone = len(directories) == 1
@@ -54,7 +56,7 @@ def report_command(
         write_csv(entries, csv)
         written.append(csv)
     if as_json:
-        found = [{"name": each.subject.name, **aggregated(each.subject.results)} for each in entries]
+        found = [{"name": entry.subject.name, **aggregated(entry.subject.results)} for entry in entries]
         data = aggregated(directories[0]) if alone else {"subjects": found}
         emit_json({**data, "differences": _differences(entries), "files": [str(file) for file in written]})
         return
@@ -69,9 +71,9 @@ def report_command(
 def _differences(entries: Any) -> list[dict[str, Any]]:
     names = ("task", "length", "question", "label", "budget")
     return [
-        {"subject": each.subject.name, "against": against, **dict(zip(names, place, strict=True)), **one.to_dict()}
-        for each in entries
-        for against, found in (("full", each.from_full), (each.baseline, each.from_baseline))
+        {"subject": entry.subject.name, "against": against, **dict(zip(names, place, strict=True)), **one.to_dict()}
+        for entry in entries
+        for against, found in (("full", entry.from_full), (entry.baseline, entry.from_baseline))
         for place, one in found.items()
     ]
 
@@ -96,12 +98,12 @@ def print_means(results: Any) -> None:
 
     means = task_means(cells(results.samples))
     for length in sorted(distinct(cell.length for cell in means)):
-        mine = {(cell.label, cell.budget, cell.question): cell for cell in means if cell.length == length}
-        questions = sorted(distinct(question for _, _, question in mine), reverse=True)
+        grid = {(cell.label, cell.budget, cell.question): cell for cell in means if cell.length == length}
+        questions = sorted(distinct(question for _, _, question in grid), reverse=True)
         rows = []
-        for label in labels_of({"label": cell.label} for cell in mine.values()):
-            for budget in budgets_of(mine.values()):
-                found = [mine.get((label, budget, question)) for question in questions]
+        for label in labels_of({"label": cell.label} for cell in grid.values()):
+            for budget in budgets_of(grid.values()):
+                found = [grid.get((label, budget, question)) for question in questions]
                 if any(found):
                     texts = [f"{100 * cell.score:.1f}{plus_minus(cell)}" if cell else NONE for cell in found]
                     rows.append([label, budget_name(budget), *texts])

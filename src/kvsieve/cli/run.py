@@ -128,7 +128,7 @@ def run_command(
     specs = [*compared_specs(compare, budget, profile), chosen_spec(method, budget, settings or [], profile)]
     parts = parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
     prompts = given_prompts(prompt, prompt_file, prompts_file, question, system)
-    roles, spans = parse_protect(protect or [], all(each.system for each in prompts))
+    roles, spans = parse_protect(protect or [], all(part.system for part in prompts))
     texts = check_kept(show_kept, find, prompts_file, as_json)
     check_store(store, protect)
     check_model_name(model)
@@ -142,7 +142,7 @@ def run_command(
         batch = fitted.rows
         decode = fitted.decode
     loaded, tokenizer = load_model(model, dtype, device)
-    asked = [encode(tokenizer, each, roles, spans, parse_special) for each in prompts]
+    asked = [encode(tokenizer, part, roles, spans, parse_special) for part in prompts]
     how = Generation(
         *(chunk, max_new_tokens, decode, sampling, seed),
         kept=show_kept is not None or bool(texts),
@@ -162,8 +162,8 @@ def run_command(
     if show_kept is not None and show_kept != "-":
         write_page(kept[-1], show_kept, texts)
     if as_json:
-        for result, each in zip(results, kept, strict=True):
-            result |= found_json(each, texts)
+        for result, tokens in zip(results, kept, strict=True):
+            result |= found_json(tokens, texts)
         emit_json(report(model, results))
         return
     print_answers(results, "label")
@@ -176,8 +176,8 @@ def run_command(
 def _within(context: typer.Context, runs: list[MethodRun], prompts: list[TextPrompt], parse_special: bool) -> Settings:
     """Return settings that keep the prompts below --memory. Raises InputError."""
     limit = Limit(context, runs)
-    asked = (encode(limit.tokenizer, each, parse_special=parse_special) for each in prompts)
-    longest = max(each.ids.shape[1] for each in asked)
+    asked = (encode(limit.tokenizer, prompt, parse_special=parse_special) for prompt in prompts)
+    longest = max(prompt.ids.shape[1] for prompt in asked)
     return limit.choose(longest + context.params["max_new_tokens"], rows=len(prompts))
 
 
@@ -193,7 +193,7 @@ def parse_sampling(
         raise InputError(f"--top-k must be at least 1, got {top_k}")
     if seed is not None and not 0 <= seed < 2**63:
         raise InputError(f"--seed must be a whole number from 0 to 2**63 - 1, got {seed}")
-    samples = temperature != 0 and any(each is not None for each in (temperature, top_p, top_k))
+    samples = temperature != 0 and any(value is not None for value in (temperature, top_p, top_k))
     if samples:
         # Without 0 and 1 generate would use the model's configuration.
         return {"do_sample": True, "temperature": temperature or 1.0, "top_p": top_p or 1.0, "top_k": top_k or 0}
@@ -207,14 +207,14 @@ def parse_protect(given: list[str], system: bool) -> tuple[list[str], list[tuple
     """Return the roles and token spans named by --protect. Raises InputError."""
     roles: list[str] = []
     spans: list[tuple[int, int]] = []
-    for each in given:
-        start, colon, end = each.partition(":")
+    for text in given:
+        start, colon, end = text.partition(":")
         if colon and start.strip().isdecimal() and end.strip().isdecimal() and int(start) < int(end):
             spans.append((int(start), int(end)))
-        elif each in ("system", "user"):
-            roles.append(each)
+        elif text in ("system", "user"):
+            roles.append(text)
         else:
-            raise InputError(f"--protect is system, user or a span of tokens such as 0:40, got {each!r}")
+            raise InputError(f"--protect is system, user or a span of tokens such as 0:40, got {text!r}")
     if "system" in roles and not system:
         raise InputError("--protect system needs a system prompt: give one with --system")
     return roles, spans

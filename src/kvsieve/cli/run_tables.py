@@ -32,17 +32,17 @@ def print_stats(results: list[dict[str, Any]], name: str = "method", *, wide: bo
         name: key of the methods' names, "label" with their parameters.
         wide: print all columns.
     """
-    full = next((each for each in results if each["label"] == "full"), None) if len(results) > 1 else None
+    full = next((result for result in results if result["label"] == "full"), None) if len(results) > 1 else None
     for sentence in sentences(results, full):
         show(sentence)
-    seconds = max((each.get("shared_prefill_s") or 0.0 for each in results), default=0.0)
+    seconds = max((result.get("shared_prefill_s") or 0.0 for result in results), default=0.0)
     first = _BEHIND if seconds else "TTFT s"
-    rows = [row(each, full, first) for each in results]
-    narrow = [each.replace("TTFT s", first) for each in (*COLUMNS, "ran")]
-    shown = list(rows[0]) if wide else [each for each in narrow if each in rows[0]][: len(COLUMNS)]
+    rows = [row(result, full, first) for result in results]
+    narrow = [header.replace("TTFT s", first) for header in (*COLUMNS, "ran")]
+    shown = list(rows[0]) if wide else [header for header in narrow if header in rows[0]][: len(COLUMNS)]
     # With spaces a table can break a name between two parameters.
-    cells = [[each[name].replace(":", " "), *(one[header] for header in shown)]
-             for each, one in zip(results, rows, strict=True)]  # fmt: skip
+    cells = [[result[name].replace(":", " "), *(one[header] for header in shown)]
+             for result, one in zip(results, rows, strict=True)]  # fmt: skip
     print_table(["method", *shown], cells, width=WIDE if wide else NARROW)
     if seconds:
         show(f"The prompt was prefilled once, in {seconds:.1f} s; first token: seconds after that.")
@@ -56,12 +56,12 @@ def sentences(results: list[dict[str, Any]], full: dict[str, Any] | None) -> lis
     """Return a sentence per method compared with full KV; [] without full KV."""
     if full is None:
         return []
-    count = Counter(each["method"] for each in results)
+    count = Counter(result["method"] for result in results)
     found = []
-    for each in results:
-        if each is not full:
-            title = method_info(each["method"]).title if count[each["method"]] == 1 else each["label"]
-            found.append(f"{title}: {_compared(each, full)}")
+    for result in results:
+        if result is not full:
+            title = method_info(result["method"]).title if count[result["method"]] == 1 else result["label"]
+            found.append(f"{title}: {_compared(result, full)}")
     return found
 
 

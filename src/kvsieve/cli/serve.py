@@ -97,7 +97,7 @@ def serve_command(
     seconds: Annotated[float, option(LIMITS, "Longest time per request, in seconds")] = 600.0,
 ) -> None:
     """OpenAI-compatible server with continuous batching, a persistent prefix cache and a web page."""
-    missing = [each for each in _NEEDED if importlib.util.find_spec(each) is None]
+    missing = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
     if missing:
         raise InputError(f"`kvsieve serve` needs {', '.join(missing)}: run `pip install 'kvsieve[serve]'`")
     check_loading(dtype, device, decode)
@@ -108,7 +108,7 @@ def serve_command(
     codecs = parse_codecs(codec)
     if len(codecs) > 1:
         raise InputError(f"a server has one codec, got --codec {codec}; name one of them")
-    others = tuple(each.label for each in make_runs(method_specs(allow)))
+    others = tuple(run.label for run in make_runs(method_specs(allow)))
     for size in {store_memory.strip(), store_disk} - {"none"}:
         parse_bytes(size)
     check_store(store)
@@ -118,7 +118,7 @@ def serve_command(
     runs = make_runs([chosen], codecs)
     check_stored_plans(store, [runs[0].plan])
     check_device(device)
-    given = {key: value for key, value in runs[0].given.items() if key not in ("budget", "codec")}
+    parameters = {key: value for key, value in runs[0].given.items() if key not in ("budget", "codec")}
 
     from kvsieve.serve.run import ServerOptions, serve
 
@@ -130,7 +130,7 @@ def serve_command(
     limits = ServerLimits(running, queue, seconds, max_tokens, chunk=chunk, gap=gap, kv_bytes=kv_memory)
     options = ServerOptions(
         plan=runs[0].plan,
-        method=spec(runs[0].name, given),
+        method=spec(runs[0].name, parameters),
         budget=runs[0].given.get("budget"),
         others=others,
         codecs=allow_codecs,

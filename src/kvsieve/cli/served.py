@@ -41,12 +41,12 @@ def check_options(context: typer.Context, server: str | None, allowed: Sequence[
 
     allowed: options that apply to a server, besides those of both commands.
     """
-    given = options_given(context)
+    options = options_given(context)
     if server is None:
-        for name in sorted(given & {"clients", "extra"}):
+        for name in sorted(options & {"clients", "extra"}):
             raise InputError(f"--{name}: only with --server")
         return
-    wrong = sorted(given - {*allowed, "server", "clients", "extra", "model", "out", "wide", "as_json"})
+    wrong = sorted(options - {*allowed, "server", "clients", "extra", "model", "out", "wide", "as_json"})
     if wrong:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
         raise InputError(
@@ -186,13 +186,13 @@ def print_scores(report: dict[str, Any], out: Path, as_json: bool) -> None:
     headers = ["task", "tokens", "samples", "score", "±"]
     rows = [
         [
-            each["task"],
-            str(each["length"]),
-            str(each["samples"]),
-            f"{100 * each['score']:.1f}",
-            f"{50 * (each['high'] - each['low']):.1f}",
+            mean["task"],
+            str(mean["length"]),
+            str(mean["samples"]),
+            f"{100 * mean['score']:.1f}",
+            f"{50 * (mean['high'] - mean['low']):.1f}",
         ]
-        for each in report["means"]
+        for mean in report["means"]
     ]
     print_table(headers, rows)
     show(f"answers are in {out / 'server.json'}")

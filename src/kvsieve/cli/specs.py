@@ -99,8 +99,8 @@ def parse_prefills(text: str | None) -> list[str | None]:
 
 def _parse_listed(text: str | None, option: str, make: Callable[[str], Any], example: str) -> list[str | None]:
     found: list[str | None] = []
-    for name, given in split_specs("none" if text is None else text):
-        one = None if name == "none" and not given else spec(name, given)
+    for name, parameters in split_specs("none" if text is None else text):
+        one = None if name == "none" and not parameters else spec(name, parameters)
         if one is not None:
             make(one)
         if one in found:
@@ -122,7 +122,7 @@ def make_runs(
 
     Raises PlanError.
     """
-    return [make_run(name, **given) for name, given in crossed(specs, codecs, rests, prefills)]
+    return [make_run(name, **parameters) for name, parameters in crossed(specs, codecs, rests, prefills)]
 
 
 def make_run(method: str, /, **given: Any) -> MethodRun:
@@ -132,9 +132,9 @@ def make_run(method: str, /, **given: Any) -> MethodRun:
     """
     if "method" in given:
         check_parameters(method_info(method), given)
-    made = plan(method, **given)
+    method_plan = plan(method, **given)
     ask_back(given.get("budget"))
-    return MethodRun(method_info(method).name, given, made)
+    return MethodRun(method_info(method).name, given, method_plan)
 
 
 def ask_back(budget: Any) -> None:
@@ -161,20 +161,20 @@ def chosen_spec(method: str, budget: str | None, settings: list[str], profile: s
     info = method_info(name)
     for twice in written.keys() & more.keys():
         raise PlanError(f"{twice} is given twice, in --method {method} and as --set {twice}={more[twice]}")
-    given = written | more
+    parameters = written | more
     if budget is not None:
         if "budget" not in info.parameters:
             raise PlanError(f"{info.name} takes no budget, got --budget {budget}; leave the option out")
-        if "budget" in given:
-            where = f"in --method {method}" if "budget" in written else f"--set budget={given['budget']}"
+        if "budget" in parameters:
+            where = f"in --method {method}" if "budget" in written else f"--set budget={parameters['budget']}"
             raise PlanError(f"the budget is given twice, as --budget {budget} and {where}")
-        given["budget"] = budget
+        parameters["budget"] = budget
     if profile is not None:
         if "profile" not in info.parameters:
             raise PlanError(f"{info.name} takes no profile, got --profile {profile}; leave the option out")
-        given.setdefault("profile", profile)
-    check_parameters(info, given)
-    return info.name, given
+        parameters.setdefault("profile", profile)
+    check_parameters(info, parameters)
+    return info.name, parameters
 
 
 def compared_specs(text: str, budget: str | None, profile: str | None = None) -> list[Spec]:
@@ -183,28 +183,28 @@ def compared_specs(text: str, budget: str | None, profile: str | None = None) ->
     They get the budget and the profile if they take one and have none. Raises PlanError.
     """
     specs = method_specs(text)
-    for method, given in specs:
+    for method, parameters in specs:
         if budget is not None and "budget" in method_info(method).parameters:
-            given.setdefault("budget", budget)
+            parameters.setdefault("budget", budget)
         if profile is not None and _has_profile(method, profile):
-            given.setdefault("profile", profile)
+            parameters.setdefault("profile", profile)
     return specs
 
 
 def _has_profile(method: str, profile: str) -> bool:
     """Return whether a method reads profiles, or this one has parameters for it; see held_parameters."""
     info = method_info(method)
-    held = info.takes_profile or held_parameters(info, load_profile(profile)) is not None
-    return "profile" in info.parameters and held
+    usable = info.takes_profile or held_parameters(info, load_profile(profile)) is not None
+    return "profile" in info.parameters and usable
 
 
 def compared_methods(text: str, budget: str | None, profile: str | None = None) -> list[MethodRun]:
-    return [make_run(name, **given) for name, given in compared_specs(text, budget, profile)]
+    return [make_run(name, **parameters) for name, parameters in compared_specs(text, budget, profile)]
 
 
 def method_specs(text: str) -> list[Spec]:
     """Return names and parameters of a list like ``full,snapkv:kernel=21:window=16``, checked. Raises PlanError."""
-    found = [(method_info(name), given) for name, given in split_specs(text)]
-    for info, given in found:
-        check_parameters(info, given)
-    return [(info.name, given) for info, given in found]
+    found = [(method_info(name), parameters) for name, parameters in split_specs(text)]
+    for info, parameters in found:
+        check_parameters(info, parameters)
+    return [(info.name, parameters) for info, parameters in found]

@@ -50,15 +50,15 @@ class AllowedPlans:
         method = asked.method or self.method
         if method not in self.methods:
             raise PlanError(f"this server allows the methods {', '.join(self.methods)}; got kv.method {method!r}")
-        ((name, given),) = split_specs(method)
+        ((name, parameters),) = split_specs(method)
         info = method_info(name)
         if asked.budget is not None:
             if isinstance(asked.budget, bool):
                 raise PlanError("kv.budget is a share or a number of entries, not true or false")
             if "budget" not in info.parameters:
                 raise PlanError(f"{info.name} takes no budget; leave kv.budget out")
-            given["budget"] = asked.budget
+            parameters["budget"] = asked.budget
         elif self.budget is not None and "budget" in info.parameters:
-            given.setdefault("budget", self.budget)
+            parameters.setdefault("budget", self.budget)
         codec = None if asked.codec in (None, "none") else codec_of(str(asked.codec))
-        return self.check(plan(name, codec=codec, **given))
+        return self.check(plan(name, codec=codec, **parameters))

@@ -108,10 +108,10 @@ class _Application(FastAPI):
     """FastAPI that describes the bodies read by `_parsed` like those it reads itself."""
 
     def openapi(self) -> dict[str, Any]:
-        made = self.openapi_schema is None
+        is_new = self.openapi_schema is None
         schema: dict[str, Any] = super().openapi()
-        if made:
-            kinds = [(each, "validation") for each in (ChatRequest, CompletionRequest, TokenizeRequest)]
+        if is_new:
+            kinds = [(model, "validation") for model in (ChatRequest, CompletionRequest, TokenizeRequest)]
             _, defined = models_json_schema(kinds, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
             schema["components"]["schemas"] |= defined["$defs"]
         return schema
@@ -244,9 +244,9 @@ async def _whole(
         await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not answering.done():
             return Response(status_code=499)
-        made = answering.result()
+        build = answering.result()
         # Log-probabilities are long, and written token by token so that other threads can run.
-        text = await asyncio.to_thread(lambda: json_text(made(), _TOKENS))
+        text = await asyncio.to_thread(lambda: json_text(build(), _TOKENS))
         return Response(text, media_type="application/json")
     finally:
         answering.cancel()

@@ -15,7 +15,7 @@ from kvsieve.serve.failures import Failure
 from kvsieve.serve.limits import ServerLimits
 
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
-_NO_BRACKETS = bytes(each for each in range(256) if each not in _STEPS)
+_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in _STEPS)
 # As values, where others write them.
 _NO_NUMBER = re.compile(rb"(?<![^\s:,\[])-?(NaN|Infinity)(?![^\s,\]}])")
 # Bytes examined at a time.

@@ -18,7 +18,7 @@ async def chat_reply(
 ) -> Callable[[], dict[str, Any]]:
     """Wait for all answers, and return a function that builds the reply in any thread."""
     texts, tokens, ends = await exchange.answers(order.answers)
-    summaries = [each for each in exchange.summaries if each is not None]
+    summaries = [summary for summary in exchange.summaries if summary is not None]
 
     def reply() -> dict[str, Any]:
         choices = _choices(order, texts, tokens, ends, spelled)
@@ -53,7 +53,7 @@ async def chat_chunks(
     request: ChatRequest, order: Order, exchange: Exchange, spelled: TokenBytes
 ) -> AsyncIterator[dict[str, Any]]:
     envelope = Envelope("chatcmpl", request.model, True)
-    held = [HeldText(order.calls) for _ in range(order.answers)]
+    texts = [HeldText(order.calls) for _ in range(order.answers)]
     wanted = request.stream_options is not None and request.stream_options.include_usage
     none = {"usage": None} if wanted else {}
     for number in range(order.answers):
@@ -62,11 +62,11 @@ async def chat_chunks(
         if part.progress is not None:
             yield envelope.with_choices([], prompt_progress=_progress(part.progress), **none)
             continue
-        for delta, tokens, finish in held[part.answer].deltas(part):
+        for delta, tokens, finish in texts[part.answer].deltas(part):
             logprobs = chat_logprobs(tokens, spelled) if tokens else None
             yield envelope.with_choices([_choice(part.answer, delta, logprobs, finish)], **none)
     if wanted:
-        yield envelope.with_choices([], usage=usage([each for each in exchange.summaries if each is not None]))
+        yield envelope.with_choices([], usage=usage([summary for summary in exchange.summaries if summary is not None]))
 
 
 class HeldText:

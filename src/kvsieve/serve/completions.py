@@ -15,15 +15,15 @@ async def completion_reply(
     request: CompletionRequest, orders: Sequence[Order], exchange: Exchange, spelled: TokenBytes
 ) -> Callable[[], dict[str, Any]]:
     """Wait for all answers, and return a function that builds the reply in any thread."""
-    each = orders[0].answers
-    texts, tokens, ends = await exchange.answers(each)
-    texts = [orders[at // each].echo + text for at, text in enumerate(texts)]
+    answers = orders[0].answers
+    texts, tokens, ends = await exchange.answers(answers)
+    texts = [orders[at // answers].echo + text for at, text in enumerate(texts)]
     wanted = orders[0].sampling.logprobs is not None
     summaries = [one for one in exchange.summaries if one is not None]
 
     def reply() -> dict[str, Any]:
-        logprobs = [completion_logprobs(each, spelled) if wanted else None for each in tokens]
-        choices = [_choice(at, *each) for at, each in enumerate(zip(texts, logprobs, ends, strict=True))]
+        logprobs = [completion_logprobs(answer, spelled) if wanted else None for answer in tokens]
+        choices = [_choice(at, *parts) for at, parts in enumerate(zip(texts, logprobs, ends, strict=True))]
         return Envelope("cmpl", request.model, False).with_choices(choices, usage=usage(summaries))
 
     return reply
@@ -33,14 +33,14 @@ async def completion_chunks(
     request: CompletionRequest, orders: Sequence[Order], exchange: Exchange, spelled: TokenBytes
 ) -> AsyncIterator[dict[str, Any]]:
     envelope = Envelope("cmpl", request.model, True)
-    each = orders[0].answers
+    answers = orders[0].answers
     wanted = request.stream_options is not None and request.stream_options.include_usage
     none = {"usage": None} if wanted else {}
-    for at, echo in enumerate(order.echo for order in orders for _ in range(each)):
+    for at, echo in enumerate(order.echo for order in orders for _ in range(answers)):
         if echo:
             yield envelope.with_choices([_choice(at, echo, None, None)], **none)
     async for number, part in exchange.parts():
-        at = number * each + part.answer
+        at = number * answers + part.answer
         logprobs = completion_logprobs(part.tokens, spelled) if part.tokens else None
         yield envelope.with_choices([_choice(at, part.text, logprobs, part.finish)], **none)
     if wanted:

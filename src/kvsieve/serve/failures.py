@@ -92,10 +92,10 @@ def _invalid(error: ValidationError | RequestValidationError) -> Failure:
         first: Any = error.errors(include_url=False, include_context=False)[0]
     else:
         first = error.errors()[0]
-    place = [str(each) for each in first["loc"] if each != "body"]
+    place = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] != "extra_forbidden":
         # Types of a union, and names of a dict's keys, are pydantic's.
-        place = [each for each in place if not _KIND.search(each)]
+        place = [part for part in place if not _KIND.search(part)]
     param = ".".join(place) or None
     if first["type"] == "extra_forbidden":
         return Failure(

@@ -33,7 +33,7 @@ class Edge:
     def __init__(self, app: ASGIApp, most: int, hosts: Sequence[str] = ()) -> None:
         self.app = app
         self.most = most
-        self.hosts = {host_name(each) for each in hosts}
+        self.hosts = {host_name(host) for host in hosts}
         self._running = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

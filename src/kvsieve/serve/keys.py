@@ -43,10 +43,10 @@ class Keys:
         if not self._needed:
             return ""
         kind, _, key = (header or "").partition(" ")
-        given = hashlib.sha256(key.strip().encode()).digest()
+        digest = hashlib.sha256(key.strip().encode()).digest()
         # All are compared, so that the time reveals nothing.
-        found = [hmac.compare_digest(given, each) for each in self._digests]
-        return given.hex()[:16] if kind.lower() == "bearer" and any(found) else None
+        found = [hmac.compare_digest(digest, known) for known in self._digests]
+        return digest.hex()[:16] if kind.lower() == "bearer" and any(found) else None
 
 
 def read_keys(path: str | None) -> Keys:

@@ -32,7 +32,7 @@ class KVBytes:
 
     def of(self, tokens: int) -> int:
         """Return the bytes of a conversation of `tokens` tokens without eviction."""
-        return self._state + sum(each * (tokens if span is None else min(tokens, span)) for span, each in self._windows)
+        return self._state + sum(size * (tokens if span is None else min(tokens, span)) for span, size in self._windows)
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -19,12 +19,12 @@ def all_texts(part: Any) -> Iterator[str]:
     if isinstance(part, str):
         yield part
     elif isinstance(part, dict):
-        for name, each in part.items():
+        for name, value in part.items():
             yield name
-            yield from all_texts(each)
+            yield from all_texts(value)
     elif isinstance(part, list):
-        for each in part:
-            yield from all_texts(each)
+        for value in part:
+            yield from all_texts(value)
 
 
 def part_text(part: ContentPart) -> str:

@@ -15,7 +15,7 @@ _POLICY = "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 
 
 def add_page(app: FastAPI) -> None:
     """Add the page at `/` and its style sheets and scripts below `/page/`."""
-    found = {each.name: each.read_bytes() for each in _WEB.iterdir() if each.name.rpartition(".")[2] in _KINDS}
+    found = {file.name: file.read_bytes() for file in _WEB.iterdir() if file.name.rpartition(".")[2] in _KINDS}
 
     def reply(name: str) -> Response:
         headers = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}

@@ -47,12 +47,12 @@ def plan_key(plan: Plan) -> Hashable:
 def _key(value: Any) -> Hashable:
     # Types count: a budget of 1 is one entry, and a budget of 1.0 is all of them.
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [each.name for each in dataclasses.fields(value) if each.compare]
+        fields = [field.name for field in dataclasses.fields(value) if field.compare]
         return type(value), *(_key(getattr(value, name)) for name in fields)
     if isinstance(value, (list, tuple)):
         return type(value), *map(_key, value)
     if isinstance(value, Mapping):
-        return type(value), *((_key(name), _key(each)) for name, each in value.items())
+        return type(value), *((_key(name), _key(item)) for name, item in value.items())
     try:
         hash(value)
     except TypeError:

@@ -66,7 +66,7 @@ class Preparer:
         own = config.stop_strings
         self._stop_texts = [own] if isinstance(own, str) else list(own or [])
         self._stops = stop_ids(tokenizer, config.eos_token_id)
-        self._controls = {each.content: token for token, each in tokenizer.added_tokens_decoder.items() if each.special}
+        self._controls = {word.content: token for token, word in tokenizer.added_tokens_decoder.items() if word.special}
         self._words = model.get_input_embeddings().weight.shape[0]
         self._context = context
         self._lock = threading.Lock()
@@ -78,8 +78,8 @@ class Preparer:
             raise InputError(f"messages: at most {limits.messages} are taken here, got {len(request.messages)}")
         if not self.tokenizer.chat_template:
             raise InputError("the model has no chat template; use /v1/completions")
-        messages = [_message(each) for each in request.messages]
-        tools = [template_tool(each) for each in request.tools or ()] if request.tool_choice != "none" else []
+        messages = [_message(message) for message in request.messages]
+        tools = [template_tool(tool) for tool in request.tools or ()] if request.tool_choice != "none" else []
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         if request.top_logprobs is not None and not request.logprobs:
             raise InputError("top_logprobs: needs logprobs to be true")
@@ -89,7 +89,7 @@ class Preparer:
         text = self._rendered(messages, tools or None)
         ids = self._ids(text)
         spans, question = self._spans(request, messages, tools or None, text)
-        names = {each["function"]["name"] for each in tools}
+        names = {tool["function"]["name"] for tool in tools}
         with self._lock:
             calls = form_of(self.tokenizer, names) if tools else None
         order = self._order(request, ids, owner, logprobs, request.max_completion_tokens)
@@ -108,14 +108,14 @@ class Preparer:
         if len(prompts) > self.limits.answers:
             raise InputError(f"prompt: at most {self.limits.answers} prompts are taken at once, got {len(prompts)}")
         orders = []
-        for each in prompts:
-            ids = self._prompt_ids(each, parse_special=request.parse_special is not False)
+        for one_prompt in prompts:
+            ids = self._prompt_ids(one_prompt, parse_special=request.parse_special is not False)
             if not ids or not all(0 <= token < self._words for token in ids):
                 raise InputError(f"prompt: expected a text, or token ids from 0 to {self._words - 1}, at least one")
             order = self._order(request, ids, owner, request.logprobs, None)
             constraints = PromptConstraints(*_plain_constraints(request))
             # A text is echoed as it was sent, not as its tokens decode.
-            echo = (each if isinstance(each, str) else self._text_of(ids)) if request.echo else ""
+            echo = (one_prompt if isinstance(one_prompt, str) else self._text_of(ids)) if request.echo else ""
             orders.append(replace(order, constraints=constraints, continues=True, echo=echo))
         return orders
 
@@ -235,10 +235,10 @@ class Preparer:
             return len(self._ids(before))
 
         spans = []
-        for each in kv.protect or ():
-            if not isinstance(each, int) or not -len(messages) <= each < len(messages):
-                raise InputError(f"kv.protect: expected numbers of messages, below {len(messages)}; got {each}")
-            number = each % len(messages)
+        for place in kv.protect or ():
+            if not isinstance(place, int) or not -len(messages) <= place < len(messages):
+                raise InputError(f"kv.protect: expected numbers of messages, below {len(messages)}; got {place}")
+            number = place % len(messages)
             spans.append((until(number), until(number + 1)))
         question = kv.question or None
         if question is True:
@@ -250,9 +250,9 @@ def _plain_constraints(request: CompletionRequest) -> tuple[list[tuple[int, int]
     kv = request.kv
     if kv is None:
         return None, None, None
-    if kv.question is True or any(isinstance(each, int) for each in kv.protect or ()):
+    if kv.question is True or any(isinstance(part, int) for part in kv.protect or ()):
         raise InputError("kv: a completion has no messages: give protect as spans of tokens, question as their number")
-    return [each for each in kv.protect or () if not isinstance(each, int)] or None, None, kv.question or None
+    return [part for part in kv.protect or () if not isinstance(part, int)] or None, None, kv.question or None
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def _message(message: ChatMessage) -> dict[str, Any]:
     if message.tool_call_id is not None:
         out["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
-        out["tool_calls"] = [template_call(each) for each in message.tool_calls]
+        out["tool_calls"] = [template_call(call) for call in message.tool_calls]
     return out
 
 

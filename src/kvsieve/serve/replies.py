@@ -41,14 +41,14 @@ class Envelope:
 
 
 def usage(summaries: Sequence[Summary]) -> dict[str, Any]:
-    prompt = sum(each.prompt_tokens for each in summaries)
-    made = sum(each.new_tokens for each in summaries)
+    prompt = sum(summary.prompt_tokens for summary in summaries)
+    completion = sum(summary.new_tokens for summary in summaries)
     first = summaries[0]
     out: dict[str, Any] = {
         "prompt_tokens": prompt,
-        "completion_tokens": made,
-        "total_tokens": prompt + made,
-        "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in summaries)},
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(summary.cached_tokens for summary in summaries)},
     }
     stats = first.stats
     if stats is not None:
@@ -77,7 +77,7 @@ def chat_logprobs(tokens: Sequence[ChosenToken], spelled: TokenBytes) -> dict[st
         data = spelled(each.id)
         return {"token": _shown(data), "logprob": _finite(each.logprob), "bytes": list(data)}
 
-    listed = [{**likelihood(each.own), "top_logprobs": [likelihood(top) for top in each.top]} for each in tokens]
+    listed = [{**likelihood(token.own), "top_logprobs": [likelihood(top) for top in token.top]} for token in tokens]
     return {"content": listed, "refusal": None}
 
 
@@ -89,19 +89,19 @@ def completion_logprobs(tokens: Sequence[ChosenToken], spelled: TokenBytes) -> d
         return {_named(spelled(one.id)): _finite(one.logprob) for one in reversed(each.top)}
 
     return {
-        "tokens": [_named(spelled(each.own.id)) for each in tokens],
-        "token_logprobs": [_finite(each.own.logprob) for each in tokens],
-        "top_logprobs": [top(each) for each in tokens],
-        "text_offset": [each.offset for each in tokens],
+        "tokens": [_named(spelled(token.own.id)) for token in tokens],
+        "token_logprobs": [_finite(token.own.logprob) for token in tokens],
+        "top_logprobs": [top(token) for token in tokens],
+        "text_offset": [token.offset for token in tokens],
     }
 
 
 def json_text(data: Any, depth: int = 0) -> str:
     """Write JSON, the items of `depth` levels one by one: each call of the encoder blocks other threads."""
     if depth and isinstance(data, dict):
-        return "{" + ",".join(f"{json_text(name)}:{json_text(each, depth - 1)}" for name, each in data.items()) + "}"
+        return "{" + ",".join(f"{json_text(name)}:{json_text(value, depth - 1)}" for name, value in data.items()) + "}"
     if depth and isinstance(data, list):
-        return "[" + ",".join(json_text(each, depth - 1) for each in data) + "]"
+        return "[" + ",".join(json_text(item, depth - 1) for item in data) + "]"
     return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
 
 

@@ -170,12 +170,12 @@ def listening_socket(host: str, port: int) -> socket.socket:
     """Return a socket bound to an address. Raises InputError if that fails."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # By its protocol asyncio knows that small pieces are to be sent at once (TCP_NODELAY).
-    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind((host, port))
+        listener.bind((host, port))
     except (OSError, TypeError, ValueError) as error:
-        made.close()
+        listener.close()
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise InputError(f"cannot listen at {host}, port {port}: {reason}; name another --host or --port") from error
-    return made
+    return listener

@@ -40,7 +40,7 @@ class Running:
         self.kept: tuple[float, ...] = ()
         if order.bins:
             kept = kept_of(cache, torch.tensor([order.ids])).map(order.bins)
-            self.kept = tuple(round(each, 4) for each in kept.mean(0).tolist())
+            self.kept = tuple(round(share, 4) for share in kept.mean(0).tolist())
         caches = [cache, *(cache.fork() for _ in range(order.answers - 1))]
         ids = torch.tensor(order.ids)
         ends = frozenset[int]() if order.ignore_eos else order.stop_ids

@@ -214,8 +214,8 @@ class Scheduler:
             return BusyError(f"{what} within {self.limits.seconds:g} s", self._patience())
 
         with self._changed:
-            gone = self._queue.drop(lambda ticket: ticket.cancelled or over(ticket))
-        for ticket in gone:
+            tickets = self._queue.drop(lambda ticket: ticket.cancelled or over(ticket))
+        for ticket in tickets:
             self._work.end(ticket, refusal("the request was not begun"))
         self._work.let_go(over, refusal)
 

@@ -39,7 +39,7 @@ class CallForm:
         """Return whether a text is, or may become, a call."""
         begun = text.lstrip()
         marks = [mark for mark, used in ((MARK, self.marked), ("{", bool(self.bare))) if used]
-        return not begun or any(begun.startswith(each) or each.startswith(begun) for each in marks)
+        return not begun or any(begun.startswith(mark) or mark.startswith(begun) for mark in marks)
 
 
 def form_of(tokenizer: Any, names: Collection[str]) -> CallForm | None:

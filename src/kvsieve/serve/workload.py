@@ -65,7 +65,7 @@ class Workload:
     def state(self) -> dict[str, int]:
         return {
             "reading": len(self._reading),
-            "running": sum(each.going for each in list(self._running)),
+            "running": sum(job.going for job in list(self._running)),
             "kv_bytes": sum(list(self._held.values())),
         }
 
@@ -75,7 +75,7 @@ class Workload:
         return self.bytes.of(len(order.ids)) + order.answers * self.bytes.of(order.max_tokens + room)
 
     def has_room(self, order: Order) -> bool:
-        rows = sum(each.going for each in self._running) + sum(each.ticket.order.answers for each in self._reading)
+        rows = sum(job.going for job in self._running) + sum(job.ticket.order.answers for job in self._reading)
         if rows and rows + order.answers > self.limits.running:
             return False
         most = self.limits.kv_bytes
@@ -109,7 +109,7 @@ class Workload:
 
     def let_go(self, over: Callable[[Ticket], bool], refusal: Callable[[str], BusyError]) -> None:
         """End cancelled requests, and those that `over` finds out of time, with the error of `refusal`."""
-        for reading in [each for each in self._reading if each.ticket.cancelled or over(each.ticket)]:
+        for reading in [job for job in self._reading if job.ticket.cancelled or over(job.ticket)]:
             self._reading.remove(reading)
             self._stop(reading)
             self.end(reading.ticket, refusal("the prompt was not read"))
@@ -131,9 +131,9 @@ class Workload:
         running = list(self._running)
         self._reading.clear()
         self._running.clear()
-        for each in reading:
-            self._stop(each)
-        for ticket in [*(each.ticket for each in reading), *(each.ticket for each in running)]:
+        for job in reading:
+            self._stop(job)
+        for ticket in [*(job.ticket for job in reading), *(job.ticket for job in running)]:
             self.fail(ticket, error)
         self._held.clear()
         return len(reading) + len(running)
@@ -201,7 +201,7 @@ class Workload:
                 self._finish(running)
 
     def _failed(self, rows: Rows, error: Exception) -> None:
-        for running in [each for each in self._running if rows in each.rows]:
+        for running in [job for job in self._running if rows in job.rows]:
             self._drop(running, error)
 
     def _drop(self, running: Running, error: Exception) -> None:
