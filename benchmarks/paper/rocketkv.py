@@ -98,14 +98,14 @@ class StaticHSA(HSA, static_shapes=True):
 
 @dataclass(frozen=True, kw_only=True)
 class PagedHSA(HSA, static_shapes=True):
-    """HSA with pages of a given size, and as many channels as leave the traffic of the estimate the same."""
+    """HSA with pages of `size` tokens, and as many channels as leave the traffic of the estimate the same."""
 
-    page: int
+    size: int
 
     def parameters(self, tokens: int, facts: ReadFacts) -> Setting:
         ratio = max(1.0, (facts.length + facts.new_tokens) / tokens)
-        channels = min(max(int(facts.dim * self.page / ratio), 1), facts.dim)
-        return Setting(tokens, max(tokens // 2, 1), self.page, channels)
+        channels = min(max(int(facts.dim * self.size / ratio), 1), facts.dim)
+        return Setting(tokens, max(tokens // 2, 1), self.size, channels)
 
 
 def parts(length: int, wanted: tuple[int, ...]) -> list[int]:
@@ -170,7 +170,7 @@ def splits(shape: Shape, length: int) -> list[MethodSetting]:
 def pages(shape: Shape, length: int) -> list[MethodSetting]:
     budget = Budget(tokens=length // PAGES_AT)
     made = [
-        custom(f"pages of {page}", Plan(read=PagedHSA(budget=budget, page=page)), str(budget), page=page)
+        custom(f"pages of {page}", Plan(read=PagedHSA(budget=budget, size=page)), str(budget), page=page)
         for page in PAGES
     ]
     return [*made, *(at(method, length, PAGES_AT) for method in ("hsa", "quest", "sparq"))]
