@@ -61,9 +61,7 @@ def test_dense_views_of_larger_buffers(dtype, groups, padding):
     close(ours, reference_attention(query, keys, values, scale=0.3, valid=valid))
 
 
-@pytest.mark.parametrize(
-    ("length", "kind"), [(1, torch.int32), (33, torch.int32), (77, torch.int64)], ids=str
-)
+@pytest.mark.parametrize(("length", "kind"), [(1, torch.int32), (33, torch.int32), (77, torch.int64)], ids=str)
 def test_a_length_on_the_device(length, kind):
     query, keys, values = tensors(torch.float32, 2)
     keys[:, :, length:] = values[:, :, length:] = float("nan")
