@@ -162,9 +162,9 @@ def hold(cache: SieveCache, device: torch.device, known: tuple[Stretch, ...], *,
     return Held(facts, {name: _own(part) for name, part in tensors.items()}, stretches)
 
 
-def _same(stretch: Stretch, mine: Mapping[str, Tensor]) -> bool:
+def _same(stretch: Stretch, parts: Mapping[str, Tensor]) -> bool:
     return all(
-        torch.equal(part, mine[name][:, :, stretch.start : stretch.end].cpu()) for name, part in stretch.parts.items()
+        torch.equal(part, parts[name][:, :, stretch.start : stretch.end].cpu()) for name, part in stretch.parts.items()
     )
 
 

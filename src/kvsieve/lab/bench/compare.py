@@ -142,8 +142,8 @@ def limit(entry: dict[str, Any], limits: Limits) -> None:
             row |= _limited(row, main["rows"], limits)
 
 
-def _ratios(mine: list[dict[str, Any]], reference: list[dict[str, Any]]) -> dict[str, Any]:
-    pairs = list(zip(mine, reference, strict=True))
+def _ratios(rows: list[dict[str, Any]], reference: list[dict[str, Any]]) -> dict[str, Any]:
+    pairs = list(zip(rows, reference, strict=True))
     return {name: _spread(_over(a.get(name), b.get(name)) for a, b in pairs) for name in (*METRICS, *ALONE)}
 
 
@@ -185,8 +185,8 @@ def _runs(sample: dict[str, Any]) -> list[Run]:
     return [*sample["alone"], *([sample["batch"]] if sample["batch"] else [])]
 
 
-def _over(mine: float | None, other: float | None) -> float | None:
-    return None if mine is None or not other else mine / other
+def _over(value: float | None, other: float | None) -> float | None:
+    return None if value is None or not other else value / other
 
 
 def _spread(values: Iterable[float | None]) -> dict[str, float] | None:

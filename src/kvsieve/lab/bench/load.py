@@ -69,9 +69,9 @@ class LoadTest:
         prompts = [[self.prompt(length) for _ in range(rounds)] for _ in range(clients)]
         ready = threading.Barrier(clients)
 
-        def one(mine: list[list[int]]) -> list[Completed]:
+        def one(row: list[list[int]]) -> list[Completed]:
             ready.wait()
-            return [self.ask(prompt) for prompt in mine]
+            return [self.ask(prompt) for prompt in row]
 
         with ThreadPoolExecutor(clients) as pool:
             found = [answer for answers in pool.map(one, prompts) for answer in answers]

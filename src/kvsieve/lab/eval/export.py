@@ -31,16 +31,16 @@ def rows_of(entries: Sequence[Compared]) -> list[Row]:
     return [_row(entry, cell) for entry in entries for cell in [*entry.cells, *entry.means]]
 
 
-def _row(each: Compared, cell: Cell) -> Row:
+def _row(entry: Compared, cell: Cell) -> Row:
     place = cell.task, cell.length, cell.question, cell.label, cell.budget
-    run = each.subject.results.run
-    row: Row = {"model": each.subject.model, "machine": each.subject.machine, **{name: run[name] for name in _RUN}}
+    run = entry.subject.results.run
+    row: Row = {"model": entry.subject.model, "machine": entry.subject.machine, **{name: run[name] for name in _RUN}}
     row |= {"task": cell.task, "length": cell.length, "question": cell.question, "method": cell.label.split()[0],
             "label": cell.label, "budget": cell.budget}  # fmt: skip
     row |= {name: getattr(cell, name) for name in _CELL}
-    row |= _of_difference("less_full", each.from_full.get(place))
-    row |= _of_difference("less_baseline", each.from_baseline.get(place))
-    row |= _of_costs(each.costs.get((cell.length, cell.label, cell.budget)))
+    row |= _of_difference("less_full", entry.from_full.get(place))
+    row |= _of_difference("less_baseline", entry.from_baseline.get(place))
+    row |= _of_costs(entry.costs.get((cell.length, cell.label, cell.budget)))
     return finite(row)
 
 

@@ -111,27 +111,27 @@ def planned(entries: Sequence[Compared]) -> Iterator[Wanted]:
 
 
 def _panels(
-    each: Compared, question: str, across: tuple[str, Cost], measure: str, names: dict[str, str]
+    entry: Compared, question: str, across: tuple[str, Cost], measure: str, names: dict[str, str]
 ) -> Iterator[_Panel]:
     """Yield a panel per length."""
-    parts = [cell for cell in each.cells if cell.question == question]
+    parts = [cell for cell in entry.cells if cell.question == question]
     for length in sorted(distinct(cell.length for cell in parts)):
         means = _same_tasks([cell for cell in parts if cell.length == length])
-        points = _points(each, means, across[1], measure, names)
+        points = _points(entry, means, across[1], measure, names)
         if {point.name for point in points} - {FULL}:
-            yield _Panel(f"{each.subject.name}, {length} tokens", across[0], points)
+            yield _Panel(f"{entry.subject.name}, {length} tokens", across[0], points)
 
 
-def _groups(each: Compared, question: str, names: dict[str, str]) -> Iterator[_Panel]:
+def _groups(entry: Compared, question: str, names: dict[str, str]) -> Iterator[_Panel]:
     """Yield a panel per length and group of tasks; the group is the prefix of a task's name."""
-    parts = [cell for cell in each.cells if cell.question == question]
+    parts = [cell for cell in entry.cells if cell.question == question]
     for length in sorted(distinct(cell.length for cell in parts)):
         cells = [cell for cell in parts if cell.length == length]
         groups = distinct(cell.task.partition("_")[0] for cell in cells)
         for group in groups if len(groups) > 1 else ():
             means = _same_tasks([cell for cell in cells if cell.task.partition("_")[0] == group])
-            title = f"{group}: {each.subject.name}, {length} tokens"
-            yield _Panel(title, _COSTS[0][1], _points(each, means, _COSTS[0][2], "score", names))
+            title = f"{group}: {entry.subject.name}, {length} tokens"
+            yield _Panel(title, _COSTS[0][1], _points(entry, means, _COSTS[0][2], "score", names))
 
 
 def _same_tasks(parts: Sequence[Cell]) -> list[Cell]:
@@ -145,11 +145,11 @@ def _same_tasks(parts: Sequence[Cell]) -> list[Cell]:
     return [cell for cell in means if cell.tasks == len(most)]
 
 
-def _points(each: Compared, means: Sequence[Cell], cost: Cost, measure: str, names: dict[str, str]) -> list[_Point]:
+def _points(entry: Compared, means: Sequence[Cell], cost: Cost, measure: str, names: dict[str, str]) -> list[_Point]:
     """Return the points. KL of zero, full KV's, has no place on a logarithmic axis."""
     found = []
     for cell in means:
-        x = cost(cell, each.costs.get((cell.length, cell.label, cell.budget)))
+        x = cost(cell, entry.costs.get((cell.length, cell.label, cell.budget)))
         y = cell.kl if measure == "kl" else 100 * cell.score
         if x is not None and y is not None and math.isfinite(y) and not (measure == "kl" and y <= 0):
             found.append(_Point(x, y, names[cell.label], cell.budget))
