@@ -42,7 +42,7 @@ MINIMUM = (5, 16)
 # Names of a pass's cache argument, newest first; later releases still accept older ones.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 # The one among them that this release's generate, models and their outputs have.
-CACHE = "cache" if "cache" in {each.name for each in dataclasses.fields(CausalLMOutputWithPast)} else "past_key_values"
+CACHE = "cache" if "cache" in {item.name for item in dataclasses.fields(CausalLMOutputWithPast)} else "past_key_values"
 
 # The code of functions that take arguments by older names.
 _RENAMING = deprecate_kwarg("old", "0", new_name="new")(lambda new: new).__code__
@@ -95,8 +95,8 @@ def cache_argument(decoder: Any) -> str:
 
 def take_cache(arguments: dict[str, Any]) -> Any | None:
     """Remove the cache from a pass's arguments, under any of its names, and return it; None without one."""
-    given = [arguments.pop(name, None) for name in CACHE_NAMES]
-    return next((cache for cache in given if cache is not None), None)
+    caches = [arguments.pop(name, None) for name in CACHE_NAMES]
+    return next((cache for cache in caches if cache is not None), None)
 
 
 def without_renaming(function: Any) -> Any:
@@ -225,7 +225,7 @@ def _mask_parts(mask_function: Any) -> list[Any]:
     name = getattr(mask_function, "__qualname__", "")
     cells = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
     if name.startswith("blockwise_overlay.") and all(
-        isinstance(each, Tensor) and bool((each < 0).all()) for each in cells
+        isinstance(cell, Tensor) and bool((cell < 0).all()) for cell in cells
     ):
         # Blocks are images, and there is none.
         return []
@@ -234,9 +234,9 @@ def _mask_parts(mask_function: Any) -> list[Any]:
     if not both and not either:
         return [mask_function]
     parts = [_mask_parts(part) for cell in cells for part in cell]
-    if either and sum(bool(each) for each in parts) > 1:
+    if either and sum(bool(group) for group in parts) > 1:
         return [mask_function]
-    return [part for each in parts for part in each]
+    return [part for group in parts for part in group]
 
 
 __all__ = [

@@ -83,7 +83,7 @@ def install(model: AttachedModel, *, hidden: bool, leaving: Sequence[int] = (), 
     if hidden or any_plan:
         handles += [layer.register_forward_pre_hook(_note_hidden, with_kwargs=True) for layer in layers]
     if plan.propagate is not None or leaving or any_plan:
-        handles += [each.register_forward_hook(_note_made) for each in _outside(model)]
+        handles += [part.register_forward_hook(_note_made) for part in _outside(model)]
     for index in leaving:
         hook = functools.partial(_tell_leaving, index, _arguments_of(layers[index]))
         handles.append(layers[index].register_forward_hook(hook, with_kwargs=True))
@@ -172,8 +172,8 @@ def _outside(model: AttachedModel) -> list[nn.Module]:
     """List the decoder's modules outside its layers, which make their arguments."""
     inside = {id(module) for layer in model.layers for module in layer.modules()}
     # Embedded tokens are hidden states; a composite model makes them outside its decoder.
-    inside |= {id(model.decoder), *(id(each) for each in model.model.get_input_embeddings().modules())}
-    return [each for each in model.decoder.modules() if id(each) not in inside]
+    inside |= {id(model.decoder), *(id(module) for module in model.model.get_input_embeddings().modules())}
+    return [module for module in model.decoder.modules() if id(module) not in inside]
 
 
 def _arguments_of(layer: nn.Module) -> list[str]:
@@ -229,8 +229,8 @@ def _leave(index: int, names: list[str], module: nn.Module, args: Any, kwargs: d
     session = passes.current()
     if session is None or session.source is None or index < session.source or session.step.phase != "prefill":
         return None
-    hidden, given = _leaving(names, args, kwargs, output)
-    hidden = session.leave(index, hidden, given)
+    hidden, arguments = _leaving(names, args, kwargs, output)
+    hidden = session.leave(index, hidden, arguments)
     return (hidden, *session.arguments.moved(output[1:])) if isinstance(output, tuple) else hidden
 
 
@@ -240,10 +240,10 @@ def _tell_leaving(
     session = passes.current()
     if session is None or session.request.on_leave is None:
         return
-    hidden, given = _leaving(names, args, kwargs, output)
+    hidden, layer_arguments = _leaving(names, args, kwargs, output)
     # Another layer's arguments are none of this one's.
     arguments = dataclasses.replace(session.arguments, noted=list(session.arguments.noted))
-    arguments.note_given(given)
+    arguments.note_given(layer_arguments)
     session.request.on_leave(index, (hidden.clone(), *arguments.noted))
 
 
@@ -252,8 +252,8 @@ def _leaving(names: list[str], args: Any, kwargs: dict[str, Any], output: Any) -
 
     Further outputs for the next layer follow its tokens: they are among the arguments.
     """
-    given = _by_name(names, args, kwargs)[1]
-    return (output[0], {**given, "": output[1:]}) if isinstance(output, tuple) else (output, given)
+    arguments = _by_name(names, args, kwargs)[1]
+    return (output[0], {**arguments, "": output[1:]}) if isinstance(output, tuple) else (output, arguments)
 
 
 def _enter_first(names: list[str], module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -261,17 +261,17 @@ def _enter_first(names: list[str], module: nn.Module, args: Any, kwargs: dict[st
     session = passes.current()
     if session is None or session.source is None or session.step.phase != "prefill":
         return None
-    hidden, given = _by_name(names, args, kwargs)
-    entering = hidden[0] if hidden else given.pop("hidden_states")
-    return (session.leave(session.source, entering, given),), session.enter(0, given, names)
+    hidden, arguments = _by_name(names, args, kwargs)
+    entering = hidden[0] if hidden else arguments.pop("hidden_states")
+    return (session.leave(session.source, entering, arguments),), session.enter(0, arguments, names)
 
 
 def _enter_deeper(index: int, names: list[str], module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     session = passes.current()
     if session is None or not session.moved:
         return None
-    hidden, given = _by_name(names, args, kwargs)
-    return hidden, session.enter(index, given, names)
+    hidden, arguments = _by_name(names, args, kwargs)
+    return hidden, session.enter(index, arguments, names)
 
 
 def _by_name(names: list[str], args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -112,7 +112,7 @@ def check_callable(name: str, value: Any) -> None:
 def check_path(path: Any) -> None:
     """Raise InputError unless `path` can name a file."""
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    if not isinstance(name, str) or not name or "\0" in name or any("\ud800" <= each <= "\udfff" for each in name):
+    if not isinstance(name, str) or not name or "\0" in name or any("\ud800" <= sign <= "\udfff" for sign in name):
         raise InputError(f"path must be the name of a file, got {short(path)}")
 
 

@@ -124,15 +124,15 @@ def _reached(cache: SieveCache, index: int, row: int, numbers: Tensor, count: in
     if short is not None:
         if propagator is not None and propagator.two_pass:
             columns = short.token_index[row].cpu()
-            given = torch.zeros(short.length, dtype=torch.bool)
-            given[columns[columns >= 0]] = True
+            was_read = torch.zeros(short.length, dtype=torch.bool)
+            was_read[columns[columns >= 0]] = True
             real = numbers[: short.length]
-            reached[real[(real >= 0) & ~given]] = False
+            reached[real[(real >= 0) & ~was_read]] = False
         return None if bool(reached.all()) else reached
-    for each in cache.conversation.propagated:
-        if each.layer < index:
-            of_turn = numbers[each.start : each.end]
-            columns = each.columns[row].long().cpu()
+    for tokens in cache.conversation.propagated:
+        if tokens.layer < index:
+            of_turn = numbers[tokens.start : tokens.end]
+            columns = tokens.columns[row].long().cpu()
             on = numbers[columns[columns >= 0]]
             arrived = torch.zeros(count, dtype=torch.bool)
             arrived[on[on >= 0]] = True

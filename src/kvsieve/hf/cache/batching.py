@@ -30,11 +30,11 @@ def can_stack(caches: Sequence[SieveCache]) -> bool:
 def _alike(mine: CacheLayer, theirs: CacheLayer) -> bool:
     if mine.is_latent or mine.view is not None:
         return False
-    ours = mine.memory
+    memory = mine.memory
     others = theirs.memory
-    if ours is None or others is None:
+    if memory is None or others is None:
         return True
-    return not any(one.is_empty or one.is_encoded for one in (ours, others)) and ours.heads == others.heads
+    return not any(one.is_empty or one.is_encoded for one in (memory, others)) and memory.heads == others.heads
 
 
 def stack(caches: Sequence[SieveCache], reserve: int = 0) -> SieveCache:
@@ -55,7 +55,7 @@ def stack(caches: Sequence[SieveCache], reserve: int = 0) -> SieveCache:
     conversation.prompt_lengths = tuple(n for cache in caches for n in cache.conversation.prompt_lengths)
     if any(cache.conversation.mask is not None for cache in caches):
         conversation.mask = torch.cat([_mask(cache) for cache in caches])
-    for low, high in (each.conversation.tables for each in caches if each.conversation.tables is not None):
+    for low, high in (cache.conversation.tables for cache in caches if cache.conversation.tables is not None):
         conversation.note_tables(low)
         conversation.note_tables(high)
     return stacked

@@ -46,14 +46,14 @@ class _Refusal:
 @contextlib.contextmanager
 def uncopied(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Refuse to pickle or deepcopy these modules within the block."""
-    held = [vars(module) for module in modules]
+    namespaces = [vars(module) for module in modules]
     names = ("__reduce_ex__", "__deepcopy__")
     refusal = _Refusal()
     try:
-        for each in held:
-            each.update(dict.fromkeys(names, refusal))
+        for namespace in namespaces:
+            namespace.update(dict.fromkeys(names, refusal))
         yield
     finally:
-        for each in held:
+        for namespace in namespaces:
             for name in names:
-                each.pop(name, None)
+                namespace.pop(name, None)

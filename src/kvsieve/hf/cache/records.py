@@ -258,7 +258,7 @@ class Conversation:
             self.short_prompt = self.short_prompt.rows(rows)
         if self.protected is not None:
             self.protected = self.protected.rows(rows)
-        self.propagated = tuple(each.rows(rows) for each in self.propagated)
+        self.propagated = tuple(tokens.rows(rows) for tokens in self.propagated)
         turn = self.turn
         if turn.drafted is not None:
             turn.drafted = turn.drafted.index_select(0, rows.to(turn.drafted.device))
@@ -276,7 +276,7 @@ class Conversation:
         """Yield every tensor."""
         if self.mask is not None:
             yield self.mask
-        yield from (each.columns for each in self.propagated)
+        yield from (tokens.columns for tokens in self.propagated)
         for chunk in self.turn.deferred:
             yield from chunk
         for part in (self.ends, self.short_prompt, self.protected):

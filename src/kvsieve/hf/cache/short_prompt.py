@@ -47,9 +47,9 @@ class ShortPrompt:
         """Return a layer's columns, int [B, H, n], as columns of the caller's conversation; -1 for filler."""
         read = self.token_index.shape[1]
         columns = self.layers.get(layer, self.token_index[:, None].expand(-1, index.shape[1], -1)).to(index.device)
-        given = columns.gather(2, index.long().clamp(0, read - 1))
-        given = torch.where(index < read, given, index - read + self.length)
-        return given.masked_fill(index < 0, -1)
+        numbers = columns.gather(2, index.long().clamp(0, read - 1))
+        numbers = torch.where(index < read, numbers, index - read + self.length)
+        return numbers.masked_fill(index < 0, -1)
 
     def rows(self, rows: Tensor) -> ShortPrompt:
         """Copy it with row ``rows[i]`` as row i."""

@@ -285,20 +285,20 @@ class Chat(Forked):
 
         An interrupt at any point leaves the chat unlocked, and a cache that the next call restores.
         """
-        mine = object()
+        lock = object()
         # Twice, because an interrupt may come within the final steps.
         try:
             try:
-                if vars(self).setdefault("_turn", mine) is not mine:
+                if vars(self).setdefault("_turn", lock) is not lock:
                     raise CacheStateError("a turn of this chat is in progress: let it end, or close its stream")
                 self._settle()
                 return work()
             finally:
-                if self._turn is mine:
+                if self._turn is lock:
                     self._settle()
                     del self._turn
         finally:
-            if self._turn is mine:
+            if self._turn is lock:
                 del self._turn
 
     def _settle(self) -> None:

@@ -34,7 +34,7 @@ def complete_options(options: dict[str, Any], model: Any, tokenizer: Any, stops:
         options["eos_token_id"] = sorted(stops) or None
     if config is None:
         options.setdefault("do_sample", False)
-    if all(each is None or each.pad_token_id is None for each in (config, own)):
+    if all(source is None or source.pad_token_id is None for source in (config, own)):
         pad = tokenizer.pad_token_id
         options.setdefault("pad_token_id", min(stops, default=0) if pad is None else pad)
     if options.get("stop_strings") is not None:

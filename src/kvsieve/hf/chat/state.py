@@ -83,7 +83,7 @@ def saved_form(transcript: Transcript) -> dict[str, Any]:
 
 def from_saved(form: dict[str, Any], ids: Tensor) -> Transcript:
     """Return the inverse of `saved_form`, with the ids that were saved beside it."""
-    messages = tuple({name: _text(each[name]) for name in ("role", "content")} for each in form["messages"])
+    messages = tuple({name: _text(message[name]) for name in ("role", "content")} for message in form["messages"])
     context = None if form["context"] is None else _text(form["context"])
     return Transcript(ids, messages, tuple(map(_stats, form["turns"])), context, bool(form["ended"]))
 

@@ -101,7 +101,7 @@ class TurnMaker:
 
     def _protected(self, before: Transcript, ids: Tensor, given: Any) -> Any:
         """Return protect= with spans for the roles it names: "system", and "user" for this turn. Raises InputError."""
-        roles = [each for each in given if isinstance(each, str)] if isinstance(given, (list, tuple)) else []
+        roles = [role for role in given if isinstance(role, str)] if isinstance(given, (list, tuple)) else []
         if not roles:
             return given
         system = before.messages[:1]
@@ -114,7 +114,7 @@ class TurnMaker:
                 raise InputError(f"protect= of a chat takes 'system', 'user' and spans such as (0, 40), got {role!r}")
         if "system" in roles and not end:
             raise InputError("protect= names the system prompt, and this chat has none; give it one with system=")
-        return [spans[each] if isinstance(each, str) else each for each in given]
+        return [spans[item] if isinstance(item, str) else item for item in given]
 
     def answer(
         self,
@@ -213,7 +213,7 @@ class TurnMaker:
             else:
                 known = known[:, :-1]
         ids = torch.cat([known, known.new_tensor([added])], 1)
-        context = min((each for each in (context_of(self.sieve.config), self.max_context) if each), default=None)
+        context = min((length for length in (context_of(self.sieve.config), self.max_context) if length), default=None)
         if context is not None and ids.shape[1] + 1 > context:
             raise InputError(
                 f"the conversation has {known.shape[1]} tokens and this message adds {len(added)}: with one token of "

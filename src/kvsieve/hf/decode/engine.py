@@ -149,18 +149,18 @@ class Engine:
         self._check(session, kwargs)
         inputs, options = self._arguments(session, kwargs)
         cache = session.cache
-        made, run = self._known.get(cache, (None, None))
-        if made is None or not _alike(made, inputs, options) or not made.fits(cache):
+        recording, run = self._known.get(cache, (None, None))
+        if recording is None or not _alike(recording, inputs, options) or not recording.fits(cache):
             # Its buffers may be the ones that are about to grow.
             self._known.pop(cache, None)
-            made = run = None
-            made, run = self._made(session, inputs, options)
+            recording = run = None
+            recording, run = self._made(session, inputs, options)
         assert run is not None
         for name, tensor in inputs.items():
-            made.inputs[name].copy_(tensor)
-        with self._may_fail(cache), made.activate():
+            recording.inputs[name].copy_(tensor)
+        with self._may_fail(cache), recording.activate():
             hidden = run().clone()
-        made.finish(cache)
+        recording.finish(cache)
         return self._output(last_hidden_state=hidden, **{CACHE: cache})  # type: ignore[operator]
 
     @contextlib.contextmanager
@@ -200,8 +200,8 @@ class Engine:
         if torch.is_grad_enabled() or torch.is_autocast_enabled(session.tokens.token_index.device.type):
             raise Refused("gradients or autocast are on; use torch.no_grad() and a model in its own dtype")
         for name in ("output_hidden_states", "output_attentions"):
-            asked = kwargs.get(name)
-            if asked if asked is not None else getattr(config, name, False):
+            value = kwargs.get(name)
+            if value if value is not None else getattr(config, name, False):
                 raise Refused(f"{name} is asked for")
         if isinstance(self._output, str):
             raise Refused(self._output)
@@ -210,16 +210,16 @@ class Engine:
     def _arguments(session: Session, kwargs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the decoder's arguments: tensors that change from token to token, and constant others."""
         left_out = ("attention_mask", *CACHE_NAMES)
-        given = {name: value for name, value in kwargs.items() if value is not None and name not in left_out}
-        inputs = {name: given.pop(name) for name in _INPUTS if name in given}
-        for name, value in given.items():
+        arguments = {name: value for name, value in kwargs.items() if value is not None and name not in left_out}
+        inputs = {name: arguments.pop(name) for name in _INPUTS if name in arguments}
+        for name, value in arguments.items():
             if isinstance(value, Tensor):
                 raise Refused(f"the decoder is given a tensor {name!r}")
         if "position_ids" not in inputs:
             if session.cache.conversation.mask is not None:
                 raise Refused("rows are padded and no position_ids are given")
             inputs["position_ids"] = session.tokens.token_index
-        return inputs, given
+        return inputs, arguments
 
     def _made(self, session: Session, inputs: dict[str, Tensor], options: dict[str, Any]) -> tuple[RecordedPass, Run]:
         """Record a pass on the session's cache, which only gains room."""
@@ -230,20 +230,20 @@ class Engine:
             raise Refused(f"the buffers change too often: {passes.captures} recordings served {passes.fixed} tokens")
         _make_room(session)
         static = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in inputs.items()}
-        made = RecordedPass(session, self._forward, static, options)
-        reason = made.prepare(cache)
+        recording = RecordedPass(session, self._forward, static, options)
+        reason = recording.prepare(cache)
         if reason is not None:
             raise Refused(reason)
-        accumulators = [(part, part.clone()) for part in made.accumulators()]
-        with self._may_fail(cache), made.activate():
-            run = self._record(made.run)
+        accumulators = [(part, part.clone()) for part in recording.accumulators()]
+        with self._may_fail(cache), recording.activate():
+            run = self._record(recording.run)
         for part, before in accumulators:
             part.copy_(before)
-        made.start_over(cache)
-        self._known[cache] = made, run
+        recording.start_over(cache)
+        self._known[cache] = recording, run
         passes.captures += 1
         passes.capture_s += time.perf_counter() - began
-        return made, run
+        return recording, run
 
 
 def _alike(made: RecordedPass, inputs: dict[str, Tensor], options: dict[str, Any]) -> bool:

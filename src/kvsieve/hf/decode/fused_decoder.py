@@ -77,9 +77,9 @@ class FusedDecoder:
 
 def by_default(decoder: nn.Module, output: nn.Module | None, *, alone: bool) -> tuple[str, FusedDecoder | None]:
     """Return the engine that "auto" means, and its replacements. alone: heads are not divided, nor layers."""
-    if next((each.device.type for each in decoder.parameters()), "cpu") == "cuda":
+    if next((parameter.device.type for parameter in decoder.parameters()), "cpu") == "cuda":
         return "graph", None
-    if alone and sum(each.nbytes for each in decoder.parameters()) >= _LEAST:
+    if alone and sum(parameter.nbytes for parameter in decoder.parameters()) >= _LEAST:
         try:
             return "fused", FusedDecoder(decoder, output, narrow=True)
         except ValueError as reason:

@@ -46,7 +46,7 @@ class FusedModules:
     """
 
     def __init__(self, decoder: nn.Module) -> None:
-        kinds = {(each.device.type, each.dtype) for each in decoder.parameters()}
+        kinds = {(parameter.device.type, parameter.dtype) for parameter in decoder.parameters()}
         if len(kinds) != 1 or next(iter(kinds)) not in [("cpu", dtype) for dtype in kernel.DTYPES]:
             found = ", ".join(sorted(f"{dtype} on {device}" for device, dtype in kinds)) or "none"
             raise ValueError(f"fused operations are for weights in float32 or bfloat16 on a CPU, found {found}")
@@ -148,9 +148,9 @@ def _with_rotary(forward: types.FunctionType, own: Callable[..., Any]) -> types.
         return kernel.rotate(q, cos, sin), kernel.rotate(k, cos, sin)
 
     names = {**forward.__globals__, _TURN: turned}
-    made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    made.__kwdefaults__ = forward.__kwdefaults__
-    return made
+    function = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    function.__kwdefaults__ = forward.__kwdefaults__
+    return function
 
 
 def _renaming(own: Callable[..., Any], made: types.FunctionType) -> Callable[..., Any]:

@@ -124,7 +124,7 @@ class RecordedLayer(SieveLayer):
             return True
         grouped = self.reading.grouped
         return all(
-            group.cost is not None and all(each.size == grouped.entries(store, group) for each in group.state.values())
+            group.cost is not None and all(part.size == grouped.entries(store, group) for part in group.state.values())
             for group in self._chosen_from()
         )
 
@@ -135,13 +135,13 @@ class RecordedLayer(SieveLayer):
             for group in grouped.groups:
                 group.flat(self.store.capacity)
             for group in self._chosen_from():
-                for each in group.state.values():
-                    each.make_room(grouped.most(self.store, group))
+                for state in group.state.values():
+                    state.make_room(grouped.most(self.store, group))
         self.remembered = self._remembered()
 
     def metadata(self) -> list[IncrementalMetadata]:
         """Return a reader's metadata of its KV rows."""
-        return [each for group in self._chosen_from() for each in group.state.values()]
+        return [state for group in self._chosen_from() for state in group.state.values()]
 
     def _chosen_from(self) -> list[Group]:
         if self.reading is None:
@@ -150,7 +150,7 @@ class RecordedLayer(SieveLayer):
         return [group for group, whole in pairs if not whole]
 
     def _remembered(self) -> list[Tensor]:
-        return [part for each in self.metadata() for part in each.tensors()]
+        return [part for metadata in self.metadata() for part in metadata.tensors()]
 
     def attend(self, asked: AttentionQueries, key: Tensor, value: Tensor, numbers: Numbers) -> Tensor:
         """Store a token's entry, and attend: queries [B, Hq, 1, D] -> [B, Hq, 1, Dv]."""
@@ -184,10 +184,10 @@ class RecordedLayer(SieveLayer):
             count_all(layer.store, reads)
             return
         count(self.reading, layer.store, reads)
-        for each in self.metadata():
-            each.size += 1
+        for metadata in self.metadata():
+            metadata.size += 1
 
 
 def _same(ours: Sequence[object], theirs: Sequence[object]) -> bool:
     """Return True if these are the same objects."""
-    return len(ours) == len(theirs) and all(mine is other for mine, other in zip(ours, theirs, strict=True))
+    return len(ours) == len(theirs) and all(item is other for item, other in zip(ours, theirs, strict=True))

@@ -98,27 +98,29 @@ class RecordedPass(Session):
 
         A layer's KV rows are first read eagerly: that builds their metadata, and measures the cost of reading.
         """
-        if not all(ours.knows(ours.store) for ours in self.layers):
+        if not all(recorded.knows(recorded.store) for recorded in self.layers):
             return "a first pass of the reader is run eagerly"
-        for ours in self.layers:
-            ours.make_room()
+        for recorded in self.layers:
+            recorded.make_room()
         return None
 
     def accumulators(self) -> list[Tensor]:
         """Return the tensors that an additional run of the pass would change."""
-        return [part for ours in self.layers for each in ours.metadata() for part in each.accumulators()]
+        return [
+            part for recorded in self.layers for metadata in recorded.metadata() for part in metadata.accumulators()
+        ]
 
     def fits(self, cache: SieveCache) -> bool:
         """Return True if the pass can be run on the cache's current entries; corrects the numbers if necessary."""
         pairs = list(zip(self.layers, cache.sieve_layers.items(), strict=True))
-        if not all(ours.fits(layer, self.reading(cache, index)) for ours, (index, layer) in pairs):
+        if not all(recorded.fits(layer, self.reading(cache, index)) for recorded, (index, layer) in pairs):
             return False
         where = self.passes + self._seen, *(slot + self.passes * step for slot, step in self._slots)
         now = cache.num_seen, *(layer.store.next_slot for _, (_, layer) in pairs)
-        if where == now and all(ours.is_current(layer.store) for ours, (_, layer) in pairs):
+        if where == now and all(recorded.is_current(layer.store) for recorded, (_, layer) in pairs):
             return True
         counters = DeviceCounters(self._counters.device)
-        laid_out = [(ours.places, ours.count(layer, counters)) for ours, (_, layer) in pairs]
+        laid_out = [(recorded.places, recorded.count(layer, counters)) for recorded, (_, layer) in pairs]
         if counters.steps != self._counters.steps or any(before != now for before, now in laid_out):
             return False
         self._counters = counters
@@ -132,14 +134,14 @@ class RecordedPass(Session):
         self.values.copy_(torch.tensor(self._counters.starts))
         layers = list(cache.sieve_layers.values())
         self._slots = [(layer.store.next_slot, layer.store.stride) for layer in layers]
-        for ours, layer in zip(self.layers, layers, strict=True):
-            ours.follow(layer.store, self._seen)
+        for recorded, layer in zip(self.layers, layers, strict=True):
+            recorded.follow(layer.store, self._seen)
 
     def finish(self, cache: SieveCache) -> None:
         """Do the host's part after a run: count, and encode entries that are no longer among the newest."""
         self.passes += 1
-        for ours, layer in zip(self.layers, cache.sieve_layers.values(), strict=True):
-            ours.advance_host_lengths(layer, cache.turn.record.reads)
+        for recorded, layer in zip(self.layers, cache.sieve_layers.values(), strict=True):
+            recorded.advance_host_lengths(layer, cache.turn.record.reads)
             if self.plan.codec is not None:
                 layer.encode(self.plan.codec, ends_prompt=False)
 

@@ -57,14 +57,14 @@ def attention_function(
     session = current()
     if session is None:
         raise CacheStateError(f"{type(module).__name__} ran outside its decoder while kvsieve is attached to the model")
-    given = attention_mask, scaling, kwargs
+    arguments = attention_mask, scaling, kwargs
     if query.is_cpu:
         cores.look()
     if isinstance(session, RowsSession):
         parts = session.each(query, key, value)
-        out = torch.cat([_attend(row, module, (one, keys, values), *given) for row, one, keys, values in parts])
+        out = torch.cat([_attend(row, module, (one, keys, values), *arguments) for row, one, keys, values in parts])
     else:
-        out = _attend(session, module, (query, key, value), *given)
+        out = _attend(session, module, (query, key, value), *arguments)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -27,7 +27,7 @@ def choose_drafted(
     """
     propagator = plan.propagate
     scores = cache.turn.drafted
-    kept = cache.conversation.protected
+    protected_tokens = cache.conversation.protected
     if propagator is None or scores is None:
         return None
     device = tokens.token_index.device
@@ -36,7 +36,7 @@ def choose_drafted(
     shared["drafted"] = scores.to(device).gather(1, place)
     index = tokens.columns().expand(len(scores), -1)[:, None]
     valid = None if tokens.valid is None else tokens.valid[:, None]
-    protected, quotas = (None, None) if kept is None else kept.at(index, valid)
+    protected, quotas = (None, None) if protected_tokens is None else protected_tokens.at(index, valid)
     nothing = shared["drafted"].new_empty(len(scores), 1, 0, 1)
     ctx = LayerContext(
         layer_idx=-1,

@@ -39,5 +39,5 @@ def ask_latents(
         # Again with every prompt: weights may have changed, for example by adapters.
         rotated = entries[..., latents.shape[-1] :]
         layer.up = up_projection(module, latents, rotated, key, value, who)
-    given = LatentQueries(**vars(asked), up=layer.up, keys=key, values=value)
-    return given, entries, latents
+    queries = LatentQueries(**vars(asked), up=layer.up, keys=key, values=value)
+    return queries, entries, latents

@@ -82,10 +82,10 @@ class StepsTransaction(Transaction):
             cache.rollback(self._snapshots[most])
         if min(counts) == most:
             return
-        gone = [most - count for count in counts]
+        drops = [most - count for count in counts]
         for index, layer in enumerate(cache.all_layers):
             layer.take_rows([states[count][index] for count in counts])
             if layer.memory is not None:
-                layer.memory.drop_last(gone)
+                layer.memory.drop_last(drops)
         device = next(part.device for layer in cache.all_layers for part in layer.all_tensors())
         cache.conversation.take_back(cache.num_seen - most, counts, device)

@@ -36,17 +36,17 @@ def checked_mask(
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         raise UnsupportedOptionError("attention_mask must be 2-D, [batch, tokens seen and new]; others are refused")
     check_mask(mask, (batch, start + new), f"{start} tokens seen and {new} new ones")
-    given = mask.to(device)
-    mask = given.bool()
+    raw_mask = mask.to(device)
+    mask = raw_mask.bool()
     past = mask[:, :start]
     differs = ~past if known is None else past != known
     mistaken = _mistaken(mask, cache)
     own = mask[:, cache.turn.start :], mask[:, start:], mask[:, -1:], holes(mask[:, start:])
-    parts = (mask, *own, differs, mistaken, strange(given))
+    parts = (mask, *own, differs, mistaken, strange(raw_mask))
     # One copy from the device for all facts that the host needs.
     *rows, different, wrong, odd = (tuple(part) for part in torch.stack([part.sum(-1) for part in parts]).tolist())
     if any(odd):
-        refuse_strange(given)
+        refuse_strange(raw_mask)
     if any(wrong):
         raise InputError(
             "attention_mask does not fit rows that ended before others of the batch: give 0 for the padding behind "

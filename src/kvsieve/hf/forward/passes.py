@@ -220,8 +220,8 @@ def _commit(session: Session, *, finished: bool) -> None:
     if step.ends_prompt:
         if _log.isEnabledFor(logging.DEBUG):
             entries = list(turn.record.kept.values())
-            kept = f"{entries[0]} in each of {len(entries)}" if len(set(entries)) == 1 else str(entries)
-            _log.debug("%s: prompt of %s tokens, entries per layer: %s", session.plan.name, max(step.lengths), kept)
+            text = f"{entries[0]} in each of {len(entries)}" if len(set(entries)) == 1 else str(entries)
+            _log.debug("%s: prompt of %s tokens, entries per layer: %s", session.plan.name, max(step.lengths), text)
         turn.reading = False
         turn.drafted = None
         cache.conversation.prompt_lengths = step.lengths

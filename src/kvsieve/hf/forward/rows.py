@@ -35,7 +35,7 @@ class RowsCache(Cache):
         self.caches = caches
         self.updated = 0
         self.staged: tuple[Tensor, Tensor] | None = None
-        Cache.__init__(self, layers=[_joined(each) for each in zip(*(c.all_layers for c in caches), strict=True)])
+        Cache.__init__(self, layers=[_joined(layers) for layers in zip(*(c.all_layers for c in caches), strict=True)])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(cache.num_seen for cache in self.caches)

@@ -44,7 +44,7 @@ class Session(PassState):
         tokens = self.tokens
         step = self.step
         query = asked.query
-        made = key
+        model_key = key
         reduces = step.ends_prompt or self.acts_in_between
         evictor = self.plan.evict
         codec = self.plan.codec
@@ -63,7 +63,7 @@ class Session(PassState):
             store.append(key, value, tokens.token_index, tokens.valid, tokens.counts, room)
             with gathered(self.checks):
                 out = attend_stored(self.plan.prefill, self.cache.turn, step, where, asked, store)
-        self.lend(index, layer, made, changes=reduces or self.request.on_layer is not None or codec is not None)
+        self.lend(index, layer, model_key, changes=reduces or self.request.on_layer is not None or codec is not None)
         self._show(index, layer, asked, out)
         if evictor is not None and self.when.steps is not None and evictor.window > 1 and step.is_last_chunk:
             decoding = step.phase == "decode"
@@ -128,10 +128,10 @@ class Session(PassState):
 
     def _context(self, index: int, layer: SieveLayer, asked: AttentionQueries) -> LayerContext:
         store = layer.store
-        kept = self.cache.conversation.protected
+        protected_tokens = self.cache.conversation.protected
         ranks = self.model.ranks
         ranks.check_heads(asked.query.shape[1])
-        protected, quotas = (None, None) if kept is None else kept.at(store.index, store.valid)
+        protected, quotas = (None, None) if protected_tokens is None else protected_tokens.at(store.index, store.valid)
         ragged = self.plan.evict is not None and self.plan.evict.traits.ragged
         return LayerContext(
             layer_idx=index,

@@ -24,8 +24,8 @@ def attend_shared(session: Session, index: int, source: int, asked: AttentionQue
 
     key: the layer's keys from the model; their identity shows that the source layer stored them.
     """
-    lent, given = session.lent.get(source, (None, None))
-    if lent is None or given is not key:
+    lent, lent_key = session.lent.get(source, (None, None))
+    if lent is None or lent_key is not key:
         raise UnsupportedModelError(
             f"layer {index} does not attend to the keys that layer {source} has stored in this pass: this way of "
             "sharing KV between layers is not supported"

@@ -70,10 +70,10 @@ def attend_stored(
         fresh = real[-new:]
         if not bool(fresh.any()):
             continue
-        mine = slice(heads.start * groups, heads.stop * groups)
-        part = asked.heads(mine).of(real_entries(query[row, mine], fresh)[None])
-        theirs, worth = (real_entries(each[row, heads], real)[None] for each in (keys, values))
-        out[row, mine, fresh.nonzero()[:, 0]] = _sparsely(role, ended, part, theirs, worth, record)[0]
+        query_heads = slice(heads.start * groups, heads.stop * groups)
+        part = asked.heads(query_heads).of(real_entries(query[row, query_heads], fresh)[None])
+        stored_keys, worth = (real_entries(tensor[row, heads], real)[None] for tensor in (keys, values))
+        out[row, query_heads, fresh.nonzero()[:, 0]] = _sparsely(role, ended, part, stored_keys, worth, record)[0]
     return out
 
 
@@ -99,9 +99,9 @@ def _noted(record: PromptBlocks, index: int, request: AttentionRequest[Any, Any]
 
 def _parts(valid: Tensor, heads: int) -> Iterator[tuple[int, slice, Tensor]]:
     """Yield rows of bool [B, H or 1, N], or their heads if these differ, with their real entries."""
-    for row, each in enumerate(valid):
-        for head, real in enumerate(each):
-            yield row, slice(0, heads) if len(each) == 1 else slice(head, head + 1), real
+    for row, mask in enumerate(valid):
+        for head, real in enumerate(mask):
+            yield row, slice(0, heads) if len(mask) == 1 else slice(head, head + 1), real
 
 
 def _sparsely(

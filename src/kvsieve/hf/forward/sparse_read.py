@@ -87,7 +87,7 @@ def count(reading: Reading, store: LayerMemory, reads: Reads) -> None:
             assert reading.reader is not None
             page = reading.reader.granularity(group.setting)
             metadata_bytes = metadata_bytes // -(-before // page) * -(-size // page)
-        reads.estimate(metadata_bytes, sum(each.update_bytes(group.known, size) for each in group.incremental))
+        reads.estimate(metadata_bytes, sum(part.update_bytes(group.known, size) for part in group.incremental))
         group.known = size
         reads.read(entries, entry, len(group.row) * size)
 
@@ -134,7 +134,7 @@ def _known(reader: Reader | None, cache: SieveCache, layer: SieveLayer, index: i
     if reader is not None:
         dim = store.dims[0]
         facts = [ReadFacts(index, num_layers, length, turn.new_tokens, dim) for length in lengths]
-        settings = [reader.setting(each) for each in facts]
+        settings = [reader.setting(fact) for fact in facts]
     if layer.view is None and all(setting is None for setting in settings):
         return None
     known = store.derived["kv_rows"] = _Known(key, layer.view, group_rows(store, layer.view, settings))

@@ -40,7 +40,7 @@ class Transaction(ABC):
         cache = self.cache
         rows = self.cache.conversation.batch
         counts = (count,) * rows if isinstance(count, int) else tuple(count)
-        if len(counts) != rows or not all(0 <= each <= self.size for each in counts):
+        if len(counts) != rows or not all(0 <= number <= self.size for number in counts):
             raise InputError(
                 f"accept takes how many of {self.size} tokens stay, one number or one for each of {rows} rows, got "
                 f"{short(count)}"

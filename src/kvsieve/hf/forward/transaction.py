@@ -159,10 +159,10 @@ class AnswerSession(Session):
         turn.decoded -= size
         turn.record.evicted = set(self.evicted)
         conversation.take_back(self.step.start, counts, self.tokens.token_index.device)
-        gone = [size - count for count in counts]
+        drops = [size - count for count in counts]
         for index, layer in enumerate(cache.all_layers):
             if index not in self.before and layer.memory is not None:
-                layer.memory.drop_last(gone)
+                layer.memory.drop_last(drops)
         steps = [self._replayed(at, counts) for at in range(most)]
         for index, before in self.before.items():
             layer = cache.sieve_layers[index]

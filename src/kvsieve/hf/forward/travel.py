@@ -69,7 +69,7 @@ class Tokens:
         if isinstance(given.get(name), dict):
             # One for each part of the layer, of which attention needs none.
             states = ("conv", "linear_attention")
-            given[name] = {part: mask if part in states else each for part, each in given[name].items()}
+            given[name] = {part: mask if part in states else argument for part, argument in given[name].items()}
         else:
             given[name] = mask
 
@@ -105,7 +105,7 @@ class Arguments:
     def note(self, made: Any) -> None:
         """Record the per-token tensors in a module's output, or a layer's input."""
         for part in tensors_in(made):
-            if self._per_token(part) and all(part is not each for each in self.noted):
+            if self._per_token(part) and all(part is not tensor for tensor in self.noted):
                 self.noted.append(part)
 
     def note_given(self, given: Mapping[str, Any]) -> None:
@@ -121,11 +121,11 @@ class Arguments:
                 "along; read the prompt without chunk=, or use a plan without propagate="
             )
         parts = zip(*chunks, strict=True)
-        for own, each in zip(self.noted, parts, strict=True):
+        for own, tensors in zip(self.noted, parts, strict=True):
             if self._has_axes(own):
-                self.now[id(own)] = whole([part.movedim(0, 2) for part in each]).movedim(2, 0)
+                self.now[id(own)] = whole([part.movedim(0, 2) for part in tensors]).movedim(2, 0)
             else:
-                self.now[id(own)] = whole(list(each))
+                self.now[id(own)] = whole(list(tensors))
 
     def narrow(self, rows: Tensor, offered: int) -> None:
         """Keep the tokens at `rows`, int64 [B, K], of `offered` candidates."""
@@ -164,7 +164,7 @@ class Arguments:
             return value
         if id(value) in self.now:
             return self.now[id(value)]
-        if value.ndim > 1 and any(value is each for each in self.now.values()):
+        if value.ndim > 1 and any(value is tensor for tensor in self.now.values()):
             return value
         if self.size > 1 and self.size in value.shape[1:]:
             raise UnsupportedModelError(

@@ -30,8 +30,8 @@ def _messages(prompt: Any, question: str | None) -> list[dict[str, Any]]:
     """Return the chat with the question after its last message. Raises InputError."""
     if isinstance(prompt, str):
         messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
-    elif isinstance(prompt, Sequence) and prompt and all(isinstance(each, Mapping) for each in prompt):
-        messages = [dict(each) for each in prompt]
+    elif isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
+        messages = [dict(message) for message in prompt]
     else:
         raise InputError(
             f'ask takes a text, or messages such as [{{"role": "user", "content": "..."}}], got {short(prompt)}; for '

@@ -35,18 +35,18 @@ def note_ends(cache: SieveCache, sequences: Tensor, new: int, config: Generation
     if pad is None:
         pad = ends[0]
     stops = torch.isin(answer, torch.tensor(ends, device=answer.device))
-    gone = stops.cumsum(1) > stops
+    after_end = stops.cumsum(1) > stops
     unknown = False
     if criteria or config.stop_strings is not None:
         if pad in ends:
             # A row that ends in one token of these has chosen it, or ended before it.
             unknown = bool(stops.any())
         else:
-            gone |= answer.eq(pad).flip(1).cumprod(1).flip(1).bool()
-    if not unknown and not bool(gone.any()):
+            after_end |= answer.eq(pad).flip(1).cumprod(1).flip(1).bool()
+    if not unknown and not bool(after_end.any()):
         return
-    before = conversation.ends or RowEnds(gone[:, :0], answer[:, :0], fed=False)
-    conversation.ends = before.then(conversation.caller_length_and_mask()[0] + 1 - answer.shape[1], gone, unknown)
+    before = conversation.ends or RowEnds(after_end[:, :0], answer[:, :0], fed=False)
+    conversation.ends = before.then(conversation.caller_length_and_mask()[0] + 1 - answer.shape[1], after_end, unknown)
 
 
 def begin_plain_turn(
@@ -65,7 +65,7 @@ def begin_plain_turn(
         args, options, and the caller's ids int64 [B, N] if they were replaced, else None.
     """
     ends = cache.conversation.ends if isinstance(cache, SieveCache) else None
-    name = next((each for each in ("inputs", "input_ids") if options.get(each) is not None), None)
+    name = next((key for key in ("inputs", "input_ids") if options.get(key) is not None), None)
     ids = args[0] if args else None if name is None else options[name]
     if ends is None or not isinstance(ids, Tensor):
         return args, options, None

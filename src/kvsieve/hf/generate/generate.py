@@ -120,7 +120,7 @@ def _decode(
 
     prompt: the given ids, those to continue with, and their mask.
     """
-    given, ids, mask = prompt
+    given_ids, ids, mask = prompt
     # A growing cache was requested, and one is given: generate refuses both together.
     options = {**options, "cache_implementation": None} if config.cache_implementation else dict(options)
     criteria = list(options.pop("stopping_criteria", None) or [])
@@ -137,7 +137,7 @@ def _decode(
             conversation.turn.drafted = conversation.turn.drafted[repeated]
     original = None
     if conversation.short_prompt is not None:
-        original = OriginalPrompt(given, ids.shape[1])
+        original = OriginalPrompt(given_ids, ids.shape[1])
         options = original.rules(options, model.model, config)
         options = original.options(options, options.get("generation_config"), model.model.generation_config)
         criteria, options = original.criteria(criteria, options, config)
@@ -214,8 +214,8 @@ def with_stats(
                 refuse_foreign(options[name], model.plan.name)
         clock = _Clock()
         # And the fourth.
-        given = args[3] if len(args) > 3 else options.pop("stopping_criteria", None)
-        criteria = StoppingCriteriaList([*(given or []), clock])
+        own_criteria = args[3] if len(args) > 3 else options.pop("stopping_criteria", None)
+        criteria = StoppingCriteriaList([*(own_criteria or []), clock])
         if len(args) > 3:
             args = (*args[:3], criteria, *args[4:])
         else:
@@ -231,8 +231,8 @@ def with_stats(
         if caches and clock.times:
             stats = stats_of(model, caches[-1], clock.times, began, None)
             done(stats)
-            kept = caches[-1] if cache is None else cache
-            note_ends(kept, sequences, len(clock.times), config, criteria=bool(given))
+            target = caches[-1] if cache is None else cache
+            note_ends(target, sequences, len(clock.times), config, criteria=bool(own_criteria))
             _log.info("%s", stats)
         return output
 

@@ -164,5 +164,5 @@ def _check_per_token(
 
 
 def refusal(options: Mapping[str, Any], error: Exception) -> InputError:
-    given = ", ".join(f"{name}={short(value, 30)}" for name, value in options.items())
-    return InputError(f"generate cannot use its options ({given}): {short(str(error), 400)}")
+    text = ", ".join(f"{name}={short(value, 30)}" for name, value in options.items())
+    return InputError(f"generate cannot use its options ({text}): {short(str(error), 400)}")

@@ -39,8 +39,8 @@ class OriginalPrompt:
 
     def whole(self, ids: Tensor) -> Tensor:
         """Replace the short prompt by the original: ids [B * copies, read + new] -> [B * copies, N + new]."""
-        given = self.input_ids.to(ids.device).repeat_interleave(len(ids) // len(self.input_ids), 0)
-        return torch.cat([given, ids[:, self.read :]], 1)
+        prompts = self.input_ids.to(ids.device).repeat_interleave(len(ids) // len(self.input_ids), 0)
+        return torch.cat([prompts, ids[:, self.read :]], 1)
 
     def options(self, options: dict[str, Any], *configs: Any) -> dict[str, Any]:
         """Convert generate's options to the short prompt; configs: sources of lengths that are not given.
@@ -58,7 +58,7 @@ class OriginalPrompt:
             if length and _asked(instead, options, configs) is None:
                 options[name] = max(length - self.input_ids.shape[1] + self.read, 1)
         if options.get("logits_processor"):
-            options["logits_processor"] = [_Processor(each, self) for each in options["logits_processor"]]
+            options["logits_processor"] = [_Processor(processor, self) for processor in options["logits_processor"]]
         allowed = options.get("prefix_allowed_tokens_fn")
         if allowed is not None:
             options["prefix_allowed_tokens_fn"] = lambda row, ids: allowed(
@@ -101,7 +101,7 @@ class OriginalPrompt:
                 raise refusal(options, error) from error
             criteria = [*criteria, stops]
             options = {**options, "stop_strings": None}
-        return [_Criterion(each, self) for each in criteria], options
+        return [_Criterion(criterion, self) for criterion in criteria], options
 
     def output(self, output: Any) -> Any:
         """Return generate's result, with sequences that begin with the original prompt."""
@@ -112,8 +112,8 @@ class OriginalPrompt:
 
 
 def _asked(name: str, options: dict[str, Any], configs: tuple[Any, ...]) -> Any:
-    given = (options.get(name), *(getattr(config, name, None) for config in configs))
-    return next((value for value in given if value is not None), None)
+    values = (options.get(name), *(getattr(config, name, None) for config in configs))
+    return next((value for value in values if value is not None), None)
 
 
 class _Criterion(StoppingCriteria):

@@ -191,13 +191,13 @@ class Stats:
     def _kept(self) -> str:
         layers = len(self.kv_entries)
         grow = len(self._growing())
-        kept = f"{self._mean():.0f} of {self.prompt_tokens} entries"
-        kept += f" in {grow} of {layers} layers" if grow < layers else ""
+        text = f"{self._mean():.0f} of {self.prompt_tokens} entries"
+        text += f" in {grow} of {layers} layers" if grow < layers else ""
         if not self.compressed_layers or self.kv_share is None:
-            return kept
+            return text
         if self.compressed_layers < grow:
             return f"{self.compressed_layers} of {layers} layers compressed, {percent(self.kv_share)} of KV kept"
-        return f"{kept} ({percent(self.kv_share)}{' of KV' if grow < layers else ''})"
+        return f"{text} ({percent(self.kv_share)}{' of KV' if grow < layers else ''})"
 
 
 def stats_of(model: AttachedModel, cache: SieveCache, times: list[float], began: float, peak: int | None) -> Stats:
@@ -273,25 +273,25 @@ def _traffic(cache: SieveCache) -> Traffic | None:
     shared = [layer.source for layer in cache.all_layers if layer.source in layers]
     heads = sum(layers[index].store.heads for index in [*layers, *shared] if index is not None)
     entries = reads.entries / (tokens * heads)
-    each = reads.entry_bytes / reads.entries
+    entry_bytes = reads.entry_bytes / reads.entries
     return Traffic(
         tokens=reads.tokens,
         entries=round(entries, 2),
-        estimate_entries=round(reads.estimate_bytes / each / (tokens * heads), 2),
+        estimate_entries=round(reads.estimate_bytes / entry_bytes / (tokens * heads), 2),
         bytes=round(reads.entry_bytes / tokens),
         estimate_bytes=round(reads.estimate_bytes / tokens),
-        upkeep_entries=round(reads.upkeep_bytes / each / (tokens * heads), 2),
+        upkeep_entries=round(reads.upkeep_bytes / entry_bytes / (tokens * heads), 2),
         upkeep_bytes=round(reads.upkeep_bytes / tokens),
     )
 
 
 def _storage(cache: SieveCache) -> Storage:
-    held = sum(layer.memory.entry_bytes() for layer in cache.all_layers if layer.memory is not None)
+    entry_bytes = sum(layer.memory.entry_bytes() for layer in cache.all_layers if layer.memory is not None)
     states = storage_bytes(part for layer in cache.all_layers for part in layer.state_tensors())
     entries = [layer.store.entries for layer in cache.sieve_layers.values()]
     return Storage(
         entries=round(sum(entries) / max(len(entries), 1), 2),
-        bytes=held,
-        metadata_bytes=cache.nbytes() - held - states,
+        bytes=entry_bytes,
+        metadata_bytes=cache.nbytes() - entry_bytes - states,
         state_bytes=states,
     )

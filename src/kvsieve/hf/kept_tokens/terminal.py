@@ -22,7 +22,7 @@ def map_text(kept: KeptTokens, width: int) -> str:
     if not layers:
         return printable("\n".join([f"{kept.method}: no layer holds tokens by position", *facts]))
     together = -(-len(layers) // _LINES)
-    names = [f"{each[0].index}" + (f"–{each[-1].index}" if len(each) > 1 else "") for each in _groups(layers, together)]
+    names = [f"{part[0].index}" + (f"–{part[-1].index}" if len(part) > 1 else "") for part in _groups(layers, together)]
     edge = max(len("layer"), *map(len, names))
     bins = max(1, min(len(kept), max(10, width - edge - 20)))
     shares = kept.map(bins)
@@ -32,8 +32,8 @@ def map_text(kept: KeptTokens, width: int) -> str:
         came = torch.stack([_came(layer.reached, len(kept), bins) for layer in group]).any(0)
         signs = "".join(_sign(share, here) for share, here in zip(row.tolist(), came.tolist(), strict=True))
         entries = span(entries for layer in group for entries in layer.entries)
-        held = sum(float(layer.shown.mean()) for layer in group if layer.shown is not None) / len(group)
-        lines.append(f"{name:>{edge}} |{signs}| {percent(held):>4} {entries}")
+        mean_share = sum(float(layer.shown.mean()) for layer in group if layer.shown is not None) / len(group)
+        lines.append(f"{name:>{edge}} |{signs}| {percent(mean_share):>4} {entries}")
     last = f"token {len(kept) - 1}"
     lines.append(f"{'':>{edge}}  0{last:>{bins - 1}}")
     reached = f"  {_UNREACHED} {kept.unreached}" if any(layer.reached is not None for layer in layers) else ""

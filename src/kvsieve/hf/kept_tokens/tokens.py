@@ -173,7 +173,7 @@ class KeptTokens:
             ("prompt", self.prompt_start, self.prompt_end),
             ("answer", self.prompt_end, len(self)),
         )
-        return [each for each in edges if each[1] < each[2]]
+        return [edge for edge in edges if edge[1] < edge[2]]
 
     def map(self, bins: int, *, tokens: int | None = None, stored: bool = False) -> Tensor:
         """Return the mean share by layer and position, float32 [layers, bins], for all layers.
@@ -198,14 +198,14 @@ class KeptTokens:
 
     def describe(self) -> list[tuple[str, str]]:
         """Return the facts worth showing, as names and texts."""
-        held = "read by the answer" if self.is_view else "held"
+        heading = "read by the answer" if self.is_view else "held"
         rows = [("tokens", ", ".join(f"{name} {end - start}" for name, start, end in self.parts))]
-        rows.append((held, f"{percent(float(self.share.mean()))} of all layers and heads together"))
+        rows.append((heading, f"{percent(float(self.share.mean()))} of all layers and heads together"))
         if self.is_view:
             rows.append(("stored", percent(float(self.stored_share.mean()))))
-        rows.append(("entries per layer and head", span(each for layer in self.counted for each in layer.entries)))
-        gone = int((self.share == 0).sum())
-        rows.append(("in no layer" if not self.is_view else "read in no layer", f"{gone} tokens"))
+        rows.append(("entries per layer and head", span(size for layer in self.counted for size in layer.entries)))
+        number = int((self.share == 0).sum())
+        rows.append(("in no layer" if not self.is_view else "read in no layer", f"{number} tokens"))
         if self.deep is not None:
             rows.append(("went deep", f"{int(self.deep.sum())} tokens came to the deepest layer"))
         return rows + [("note", note) for note in self.notes]

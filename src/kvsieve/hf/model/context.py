@@ -25,8 +25,8 @@ def context_of(config: Any) -> int | None:
     if "rope_type" in rope or "type" in rope or "rope_theta" in rope:
         return max(found, _scaled(rope, found))
     # One set of parameters for each type of layer. Such configs name the stretched length, but for an original one.
-    each = [part for part in rope.values() if isinstance(part, dict) and part.get("original_max_position_embeddings")]
-    return max([found, *(_scaled(part, found) for part in each)])
+    ropes = [part for part in rope.values() if isinstance(part, dict) and part.get("original_max_position_embeddings")]
+    return max([found, *(_scaled(part, found) for part in ropes)])
 
 
 def _scaled(rope: dict[str, Any], length: int) -> int:

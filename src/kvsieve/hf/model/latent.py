@@ -53,7 +53,8 @@ def up_projection(
         for rotated_first in (False, True):
             up = UpProjection(per_head[:, :plain], per_head[:, plain:], rotated_first)
             if all(
-                _alike(mine, theirs[:, :, -1:]) for mine, theirs in zip(up.expand(entry), (key, value), strict=True)
+                _alike(expanded, tensor[:, :, -1:])
+                for expanded, tensor in zip(up.expand(entry), (key, value), strict=True)
             ):
                 return up
     raise UnsupportedModelError(

@@ -134,8 +134,8 @@ def layer_bytes(
     if not kind.grows:
         return fixed + (kind.span - 1 + window_room(kind.span) if kind.span else 0) * entry
     if plan.codec is not None:
-        held = encoded_bytes(plan.codec, shape, entries, element_bytes, most=most, aside=aside)
-        return round(held + (entries + aside) * heads * _INDEX_BYTES + aside_bytes(plan, shape, aside)) + fixed
+        codec_bytes = encoded_bytes(plan.codec, shape, entries, element_bytes, most=most, aside=aside)
+        return round(codec_bytes + (entries + aside) * heads * _INDEX_BYTES + aside_bytes(plan, shape, aside)) + fixed
     stored = heads if evict is None else evict.stored_heads(heads, shape.query_heads)
     entry = entry * stored // heads
     if evict is not None and evict.traits.ragged:

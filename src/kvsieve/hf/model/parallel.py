@@ -44,8 +44,8 @@ class GroupRanks(Ranks):
         return torch.cat(self._all(torch.nn.functional.pad(scores, (missing, 0), value=float("-inf"))), 1)
 
     def most(self, counts: tuple[int, ...]) -> tuple[int, ...]:
-        mine = torch.tensor(counts, dtype=torch.int64, device=self._device)
-        return tuple(torch.stack(self._all(mine)).amax(0).tolist())
+        tensor = torch.tensor(counts, dtype=torch.int64, device=self._device)
+        return tuple(torch.stack(self._all(tensor)).amax(0).tolist())
 
     def _all(self, part: Tensor) -> list[Tensor]:
         """Every rank's `part`, in the order of ranks."""
@@ -90,7 +90,7 @@ def _check_whole(model: Any) -> None:
         return
     from torch.distributed.tensor import DTensor
 
-    if device_mesh(model) is not None or any(isinstance(each, DTensor) for each in model.parameters()):
+    if device_mesh(model) is not None or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise UnsupportedModelError(
             f"{type(model).__name__} is divided among processes in a way kvsieve does not know: it runs under tensor "
             "parallelism as transformers sets it up, with nothing beside it (docs/parallel.md)"

@@ -80,18 +80,18 @@ def layer_shapes(model: Any) -> tuple[LayerShape, ...]:
         cause = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         raise UnsupportedModelError(f"transformers cannot run it without weights ({cause})") from error
     # Older transformers list only the layers that have a cache of their own.
-    held = [*cache.layers, *[None] * (len(kinds) - len(cache.layers))]
-    return tuple(_shape(model, index, kind, held[index], seen) for index, kind in enumerate(kinds))
+    cache_layers = [*cache.layers, *[None] * (len(kinds) - len(cache.layers))]
+    return tuple(_shape(model, index, kind, cache_layers[index], seen) for index, kind in enumerate(kinds))
 
 
 def _run(decoder: Any, cache: DynamicCache, shares: bool) -> None:
     names = inspect.signature(decoder.forward).parameters
-    given: dict[str, Any] = {cache_argument(decoder): cache, "use_cache": True}
+    arguments: dict[str, Any] = {cache_argument(decoder): cache, "use_cache": True}
     if shares and any(name.kind is inspect.Parameter.VAR_KEYWORD for name in names.values()):
         # As generate does, which lets some models leave out the rest of the prompt in layers that store nothing.
-        given["logits_to_keep"] = 1
+        arguments["logits_to_keep"] = 1
     with torch.no_grad(), torch.device("meta"):
-        decoder(input_ids=torch.ones(1, _TOKENS, dtype=torch.long), **given)
+        decoder(input_ids=torch.ones(1, _TOKENS, dtype=torch.long), **arguments)
 
 
 @contextlib.contextmanager

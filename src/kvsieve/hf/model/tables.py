@@ -50,7 +50,7 @@ class RotaryTables:
 
     def same(self, used: Lengths | None, length: int) -> bool:
         """Return True if a cache's keys have the tables of a sequence of `length`. used: None for no keys."""
-        return used is None or not self.depend or len({self._key(each) for each in (*used, length)}) == 1
+        return used is None or not self.depend or len({self._key(number) for number in (*used, length)}) == 1
 
     def notes(self, used: Lengths | None, reread: int) -> list[str]:
         """Return notes on the effects of a turn's tables.
@@ -81,7 +81,7 @@ class RotaryTables:
     def at_lengths(self, call: dict[str, Any], lengths: Sequence[int]) -> Any:
         """Return the tables of a call in sequences of these lengths, one per row or one for all."""
         positions: Tensor = call["position_ids"]
-        if len({self._key(each) for each in lengths}) == 1:
+        if len({self._key(length) for length in lengths}) == 1:
             return self._at(call, positions, max(lengths))
         rows = [
             self._at(call, row, length)
@@ -111,8 +111,8 @@ class RotaryTables:
             if "layer_type" in inspect.signature(self.module.forward).parameters:
                 types = sorted(set(self.config.layer_types))
             found = []
-            for each in types:
-                typed = call if each is None else {**call, "layer_type": each}
+            for layer_type in types:
+                typed = call if layer_type is None else {**call, "layer_type": layer_type}
                 at = torch.ones(1, 1, dtype=torch.int64, device=self._device)
                 tables = self._at(typed, at, length)
                 found += [*tables] if isinstance(tables, tuple) else [torch.view_as_real(tables)]

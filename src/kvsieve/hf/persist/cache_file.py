@@ -75,7 +75,7 @@ def _header(path: Any, metadata: dict[str, str] | None) -> dict[str, Any]:
         header = json.loads(metadata["kvsieve"])  # type: ignore[index]
         found = header[MARK]
         digest = header["sha256"]
-        mine = header_digest(header)
+        own_digest = header_digest(header)
     except (ValueError, LookupError, TypeError, RecursionError):
         raise changed(path, "its header cannot be read") from None
     if found != FORMAT:
@@ -84,7 +84,7 @@ def _header(path: Any, metadata: dict[str, str] | None) -> dict[str, Any]:
             f"{path} is of format {short(found, 20)}, written by kvsieve {who}; this version, {__version__}, reads "
             f"format {FORMAT}: use the version that wrote it, or read the conversation again"
         )
-    if digest != mine:
+    if digest != own_digest:
         raise changed(path, "its header does not match its checksum")
     return header
 

@@ -49,9 +49,9 @@ def _weights(model: AttachedModel) -> str:
     """Hash a few elements of every weight of the decoder, independently of names and order."""
     found = []
     for weight in model.decoder.parameters():
-        for each in _tensors(weight.detach()):
+        for tensor in _tensors(weight.detach()):
             # An odd step, so that not all elements are of one column.
-            part = each.flatten()[:: max(1, each.numel() // _SAMPLE) | 1][:_SAMPLE]
+            part = tensor.flatten()[:: max(1, tensor.numel() // _SAMPLE) | 1][:_SAMPLE]
             found.append(hashlib.sha256(repr(tuple(weight.shape)).encode() + as_bytes(part)).digest())
     return hashlib.sha256(b"".join(sorted(found))).hexdigest()
 
@@ -74,7 +74,7 @@ def vocabulary_hash(tokenizer: Any) -> str:
 def check_model(path: Any, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
     """Raise CacheFileError unless a file was made with this model; see model_identity."""
     both = f"{path} was made with {_named(theirs)}, this model is {_named(mine)}"
-    shapes = [Fingerprint(**each["shape"]) for each in (theirs, mine)]
+    shapes = [Fingerprint(**identity["shape"]) for identity in (theirs, mine)]
     differ = shapes[0].differences(shapes[1])
     if differ or theirs["class"] != mine["class"]:
         found = ", ".join([*([] if theirs["class"] == mine["class"] else ["class"]), *differ])
@@ -87,7 +87,7 @@ def check_model(path: Any, theirs: dict[str, Any], mine: dict[str, Any]) -> None
             f"{path} was made with {_named(theirs)} in {theirs['dtype']}, this model is in {mine['dtype']}; load the "
             f"model in {theirs['dtype']}"
         )
-    adapters = [each.get("adapters", []) for each in (theirs, mine)]
+    adapters = [identity.get("adapters", []) for identity in (theirs, mine)]
     if adapters[0] != adapters[1]:
         before, now = (", ".join(map(repr, names)) or "no adapter" for names in adapters)
         raise CacheFileError(f"{path} was made under {before}, and {now} acts here: switch to what it was made under")
@@ -104,11 +104,11 @@ def _named(model: dict[str, Any]) -> str:
 
 def check_plan(path: Any, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
     """Raise CacheFileError unless a file was made under this plan; both as Plan.to_dict gives them."""
-    names = [each["name"] for each in (theirs, mine)]
+    names = [form["name"] for form in (theirs, mine)]
     # Names of plans and profiles do not matter.
-    for each in (theirs, mine):
-        each.pop("name")
-        each.get("profile", {}).pop("name", None)
+    for form in (theirs, mine):
+        form.pop("name")
+        form.get("profile", {}).pop("name", None)
     found = _differences(theirs, mine)
     if found:
         raise CacheFileError(

@@ -74,7 +74,7 @@ class Packer:
         if type(value) is dict:
             return {"dict": [[self(key, f"{where} key"), self(part, f"{where}.{key}")] for key, part in value.items()]}
         if _RECORDS.get(type(value).__name__) is type(value):
-            fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
             if isinstance(value, ShortPrompt):
                 del fields["plan"]
             return {type(value).__name__: self(fields, where)}
@@ -108,14 +108,14 @@ def unpacked(value: Any, tensors: dict[str, Tensor], device: torch.device, readi
     parts = unpacked(parts, tensors, device, reading)
     if kind in ("tuple", "set"):
         return tuple(parts) if kind == "tuple" else set(parts)
-    given = {**parts, "plan": reading} if kind == "ShortPrompt" else parts
-    fields = {each.name: each for each in dataclasses.fields(_RECORDS[kind])}
+    facts = {**parts, "plan": reading} if kind == "ShortPrompt" else parts
+    fields = {field.name: field for field in dataclasses.fields(_RECORDS[kind])}
     later = {"Conversation": {"acted", "tables", "ends"}, "Turn": {"length"}, "TurnRecord": {"blocks", "reread"}}.get(
         kind, set()
     )
-    if not fields.keys() - later <= given.keys() <= fields.keys():
+    if not fields.keys() - later <= facts.keys() <= fields.keys():
         raise ValueError(f"a {kind} of that version holds other facts")
-    return _RECORDS[kind](**given)
+    return _RECORDS[kind](**facts)
 
 
 def packed_layer(layer: CacheLayer, index: int) -> dict[str, Any]:

@@ -140,12 +140,12 @@ def load_cache(path: str | os.PathLike[str], model: AttachedModel, *, tokenizer:
     _check_whole(model)
     with opened(path) as (header, file), understood(path):
         check_model(path, header["model"], model_identity(model))
-        mine = None if tokenizer is None else vocabulary_hash(tokenizer)
-        theirs = header["tokenizer"]
-        if mine is not None and theirs is not None and mine != theirs:
+        own_hash = None if tokenizer is None else vocabulary_hash(tokenizer)
+        file_hash = header["tokenizer"]
+        if own_hash is not None and file_hash is not None and own_hash != file_hash:
             raise CacheFileError(
-                f"{path} was made with another tokenizer: its vocabulary has the hash {theirs[:12]}, "
-                f"this one's {mine[:12]}; load it with the tokenizer it was made with"
+                f"{path} was made with another tokenizer: its vocabulary has the hash {file_hash[:12]}, "
+                f"this one's {own_hash[:12]}; load it with the tokenizer it was made with"
             )
         check_plan(path, header["plan"], json.loads(json.dumps(model.plan.to_dict())))
         return made_cache(header, checked_tensors(path, header, file, copied), model)

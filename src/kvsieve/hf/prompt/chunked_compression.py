@@ -143,8 +143,8 @@ def compress(
             numbers = torch.arange(width) - width + torch.tensor(lengths)[:, None]
             must = protected.reindexed(token_index).needed((numbers >= 0) & (numbers < torch.tensor(ends)[:, None]))
             targets = tuple(map(max, targets, must))
-        given = token_index.gather(1, at.clamp_min(0)).masked_fill(at < 0, -1)
-        step = _ChunkReduction(evictor, targets, given.to(model.model.device), origins, protected)
+        columns = token_index.gather(1, at.clamp_min(0)).masked_fill(at < 0, -1)
+        step = _ChunkReduction(evictor, targets, columns.to(model.model.device), origins, protected)
         _read(model, cache, step, tokens.gather(1, at.clamp_min(0)), at >= 0, options)
         _move_together(model, cache, step)
         if options.progress is not None:

@@ -42,24 +42,24 @@ class PromptConstraints:
 
         Raises InputError for a question that leaves a row nothing new to reduce.
         """
-        asked = self.question_tokens
-        if asked is None:
+        question = self.question_tokens
+        if question is None:
             return 0
-        if not isinstance(asked, int) or isinstance(asked, bool) or asked < 1:
+        if not isinstance(question, int) or isinstance(question, bool) or question < 1:
             raise InputError(
-                f"question_tokens is the number of tokens at the prompt's end, at least 1; got {short(asked)}"
+                f"question_tokens is the number of tokens at the prompt's end, at least 1; got {short(question)}"
             )
         if not self.reduce:
             raise InputError(
                 "reduce=False keeps the whole prompt, so question_tokens= has no meaning; leave one of them out"
             )
         new = length - seen if mask is None else int(mask[:, seen:].sum(-1).min())
-        if asked >= new:
+        if question >= new:
             raise InputError(
-                f"question_tokens={asked} leaves nothing of a row's {new} new tokens to reduce; give the context "
+                f"question_tokens={question} leaves nothing of a row's {new} new tokens to reduce; give the context "
                 "before it, or pass reduce=False to keep the whole turn"
             )
-        return asked
+        return question
 
     def protected_tokens(
         self, plan: Plan, cache: SieveCache, mask: Tensor | None, shape: torch.Size, question: int
@@ -73,13 +73,13 @@ class PromptConstraints:
         new = self._asked(token_numbers(mask, *shape))
         if new is not None and cache.num_seen and not (plan.shortens_prompt and self.reduce):
             _check_stored(cache, new)
-        held = new
+        protected = new
         if known is not None:
             known = known.to(torch.device("cpu"))
-            held = known if new is None else known.joined(new)
-        if held is not None:
-            self._check_plan(plan, held, mask, shape, question)
-        return held
+            protected = known if new is None else known.joined(new)
+        if protected is not None:
+            self._check_plan(plan, protected, mask, shape, question)
+        return protected
 
     def _asked(self, numbers: Tensor) -> ProtectedTokens | None:
         protected = None
@@ -136,9 +136,9 @@ def _check_stored(cache: SieveCache, new: ProtectedTokens) -> None:
     """Check that protected tokens of earlier turns are still stored in every layer and head."""
     short_prompt = cache.conversation.short_prompt
     if short_prompt is not None:
-        given = new.needed(short_prompt.length)
+        counts = new.needed(short_prompt.length)
         read = short_prompt.token_index.cpu()
-        if given != new.reindexed(read).needed(read.shape[1]):
+        if counts != new.reindexed(read).needed(read.shape[1]):
             raise InputError(
                 "protect= and quotas= ask for tokens of an earlier turn, which were not read again; ask in the call "
                 "that feeds them"

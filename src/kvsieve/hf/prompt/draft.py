@@ -34,8 +34,8 @@ def load_draft(propagator: DraftPropagator, model: Any) -> Loaded:
         PlanError: the draft is the model itself, or shares no tokenizer with it and brings none.
         ModelNotFoundError, ModelLoadError: it cannot be loaded.
     """
-    given = propagator.drafter()
-    draft = _loaded(given, model.dtype, str(model.device)) if isinstance(given, str) else given
+    drafter = propagator.drafter()
+    draft = _loaded(drafter, model.dtype, str(model.device)) if isinstance(drafter, str) else drafter
     if draft.model is model:
         raise PlanError("the draft is the model itself, which would read every prompt twice: give a smaller one")
     sizes = draft.model.get_input_embeddings().num_embeddings, model.get_input_embeddings().num_embeddings
@@ -86,15 +86,15 @@ def drafted(
 def _scores(model: AttachedModel, propagator: DraftPropagator, ids: list[int], chunk: int | None) -> Tensor:
     """Return the scores of one row's tokens, float32 [N]."""
     assert model.drafter is not None
-    held = propagator.own_tokenizer()
+    holder = propagator.own_tokenizer()
     other = model.drafter.tokenizer
-    own = None if held is None else held.tokenizer
+    own = None if holder is None else holder.tokenizer
     if other is None or _same_tokens(own, other):
         return _attention(model, propagator, ids, chunk)
-    text, mine = text_and_spans(own, ids)
+    text, spans = text_and_spans(own, ids)
     read = other(text, add_special_tokens=False, return_offsets_mapping=True)
-    theirs = _attention(model, propagator, read["input_ids"], chunk)
-    return carried_over(theirs, read["offset_mapping"], mine, len(text))
+    scores = _attention(model, propagator, read["input_ids"], chunk)
+    return carried_over(scores, read["offset_mapping"], spans, len(text))
 
 
 @functools.lru_cache(maxsize=2)

@@ -101,7 +101,7 @@ def tokens_to_probe(model: AttachedModel, cache: SieveCache, mask: Tensor) -> in
     ]
     # All processes probe or none, though heads that keep more may be another's.
     rows = zip(lengths, unread, model.context.ranks.most(tuple(stored)), strict=True)
-    if all(new + held <= evictor.entries(length) for length, new, held in rows):
+    if all(new + old <= evictor.entries(length) for length, new, old in rows):
         return 0
     # No more is fed at once than the prompt and a request that is shorter still.
     probed = min(evictor.probe_tokens, 2 * max(lengths))

@@ -75,7 +75,7 @@ def read_prompt(
     if not again and model.facts.tables.depend:
         reread = forget_other_tables(model, cache, length_in_cache(cache, length, mask))
         conversation = cache.conversation
-        options, first = (dataclasses.replace(each, goes_on=each.goes_on and not reread) for each in (options, first))
+        options, first = (dataclasses.replace(part, goes_on=part.goes_on and not reread) for part in (options, first))
     if again:
         read_short_prompt(model, context, context_mask, cache, first, protected=protected, question=question)
     else:

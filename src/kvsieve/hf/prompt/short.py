@@ -76,10 +76,10 @@ def read_short_prompt(
             token_index = token_index.gather(1, selection.indices.to(token_index.device))
             chosen = selection.real()
             real = torch.ones_like(token_index, dtype=torch.bool) if chosen is None else chosen.to(token_index.device)
-    given = None if mask is None else mask.bool().to(model.model.device)
+    valid = None if mask is None else mask.bool().to(model.model.device)
     marked = token_index.masked_fill(~real, -1).to(model.model.device)
     layers = {} if compressed is None else compressed.layers
-    cache.conversation.short_prompt = ShortPrompt(plan, marked, input_ids.shape[1], given, lengths, protected, layers)
+    cache.conversation.short_prompt = ShortPrompt(plan, marked, input_ids.shape[1], valid, lengths, protected, layers)
     # Where heads hold different tokens, nothing is evicted after this.
     cache.conversation.protected = None if protected is None or layers else protected.reindexed(marked)
     ids = input_ids.gather(1, token_index.clamp_min(0)).masked_fill(~real, options.pad_token_id or 0)
