@@ -136,9 +136,9 @@ def test_what_is_not_query_aware_looks_at_no_query_at_the_end(model, talk, name,
             cache = sieve.prefill(talk[0])
         return [np.sort(layer.store.index.numpy()) for layer in cache.sieve_layers.values()]
 
-    def with_other_queries(plan, ctx, cache):
+    def with_other_queries(plan, ctx, cache, due):
         ctx.query = torch.randn_like(ctx.query)
-        own(plan, ctx, cache)
+        own(plan, ctx, cache, due)
 
     assert all(np.array_equal(*each) for each in zip(kept(own), kept(with_other_queries), strict=True))
 
