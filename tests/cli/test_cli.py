@@ -15,7 +15,7 @@ import pytest
 
 import kvsieve
 from kvsieve.attention.choice import cpu_paths
-from kvsieve.cli import demo, info, models_table, run, run_tables
+from kvsieve.cli import demo, info, methods_table, models_table, run, run_tables
 from kvsieve.cli.main import run_cli
 from kvsieve.cli.specs import chosen_spec, compared_methods, make_run, split_specs
 from kvsieve.devices import auto_dtype, cpu_kind
@@ -323,7 +323,7 @@ def test_errors_are_json_too(cli):
 
 
 def test_unexpected_errors_have_a_traceback_only_on_request(monkeypatch, capsys):
-    monkeypatch.setattr(kvsieve, "list_methods", lambda: 1 / 0)
+    monkeypatch.setattr(methods_table, "list_methods", lambda: 1 / 0)
     for arguments, shown in ((["methods"], False), (["--debug", "methods"], True), (["methods", "--debug"], True)):
         with pytest.raises(SystemExit) as left:
             run_cli(arguments)
@@ -336,7 +336,7 @@ def test_an_interrupt_exits_with_130(monkeypatch, cli):
     def interrupt():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(kvsieve, "list_methods", interrupt)
+    monkeypatch.setattr(methods_table, "list_methods", interrupt)
     assert cli("methods")[0] == 130
 
 

@@ -8,8 +8,7 @@ import unicodedata
 import pytest
 
 import fake_results
-import kvsieve
-from kvsieve.cli import run_tables
+from kvsieve.cli import methods_table, run_tables
 from kvsieve.cli.output import print_table
 from kvsieve.errors import InputError, KvsieveWarning
 from kvsieve.report.tables import markdown_table
@@ -87,6 +86,6 @@ def test_warnings_too(cli, monkeypatch):
         warnings.warn(f"kvsieve: \x1b[31m{'x' * 100_000}", KvsieveWarning, stacklevel=1)
         return []
 
-    monkeypatch.setattr(kvsieve, "list_methods", warn)
+    monkeypatch.setattr(methods_table, "list_methods", warn)
     code, out, err = cli("methods")
     assert code == 0 and err.startswith("warning: \\x1b[31mxxx") and len(err) < 1400

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from transformers import DynamicCache
@@ -194,27 +192,6 @@ def test_memory_is_measured_when_it_is_asked_for(model, prompts, monkeypatch):
         assert sieve.generate(ids, mask, **options).stats.peak_bytes is None and not collected
         measured = sieve.generate(ids, mask, measure=True, **options).stats.peak_bytes
     assert collected and (measured is None or measured > 10**7)
-
-
-def test_a_pass_that_is_compiled_is_the_current_one_in_one_thread_at_a_time():
-    """torch cannot look into a ContextVar while it compiles, so others wait until the pass has run."""
-    first, second, seen, begun = object(), object(), [], threading.Event()
-
-    def other():
-        begun.set()
-        with passes.activate(second, compiled=True):
-            seen.append(passes._COMPILED)
-
-    with passes.activate(first, compiled=True):
-        thread = threading.Thread(target=other)
-        thread.start()
-        assert begun.wait(240)
-        with passes.activate(second, compiled=False):
-            # A pass that is not compiled needs no turn of its own.
-            assert passes.current() is second and passes._COMPILED is first
-        assert passes.current() is first and not seen
-    thread.join(240)
-    assert seen == [second] and passes._COMPILED is None and passes.current() is None
 
 
 REFUSED = {

@@ -159,7 +159,7 @@ def test_models_with_other_layers(family, name, talk, path):
         store.add(sieve, first.sequences[0], cache, 2.0)
         longer = torch.cat([first.sequences, more], 1)
         second = read(sieve, longer, cache, until=0)
-        plain = not any(hasattr(layer, "window") or hasattr(layer, "states") for layer in cache.layers)
+        plain = not any(layer.window is not None or layer.has_state for layer in cache.layers)
         store.flush()
         for _ in range(2):
             found = store.find(sieve, longer[0])
