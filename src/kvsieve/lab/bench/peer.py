@@ -62,7 +62,7 @@ def main() -> None:
     import transformers
 
     plain = _load(here / "plain.py")
-    memory = _load(here.parent / "hf" / "generate" / "peak_memory.py")
+    memory = _load(here.parents[1] / "hf" / "generate" / "peak_memory.py")
     torch.set_num_threads(arguments.threads)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         arguments.model, dtype=getattr(torch, arguments.dtype), attn_implementation="sdpa"
