@@ -273,3 +273,14 @@ def test_an_assignment_makes_one_value():
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
     ]
     assert len(packed) <= 0.02 * len(assignments)
+
+
+def test_variables_are_nouns():
+    pronouns = {"told", "each", "made", "mine", "theirs", "ours", "gone"}
+    found = [
+        f"{file}:{node.lineno} {node.id}"
+        for file, tree in modules().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in pronouns
+    ]
+    assert len(found) <= 0, found

@@ -65,7 +65,7 @@ class Node:
         file_bytes: size of the file.
         hits: hits since the store was opened.
         waits: True until it is written, if it is to be.
-        gone: True once removed from the store.
+        is_removed: True once removed from the store.
         replaces: nodes with files that become redundant once this one is written.
     """
 
@@ -81,7 +81,7 @@ class Node:
     file_bytes: int = 0
     hits: int = 0
     waits: bool = False
-    gone: bool = False
+    is_removed: bool = False
     replaces: list[Node] = field(default_factory=list)
 
     @property

@@ -156,7 +156,7 @@ class Tiers:
         damaged = []
         for node in [*self]:
             with self._lock:
-                if self._directory is None or node.path is None or node.gone:
+                if self._directory is None or node.path is None or node.is_removed:
                     continue
                 before = self._directory.damaged
                 if self._directory.read(node) is None:
@@ -176,7 +176,7 @@ class Tiers:
     def _touch(self, node: Node) -> None:
         """Record that a node is new, was hit, or became evictable in a tier."""
         for leaves, here in ((self._leaves_memory, node.in_memory), (self._leaves_disk, node.path is not None)):
-            if here and not node.pinned and not node.gone:
+            if here and not node.pinned and not node.is_removed:
                 leaves.touch(node)
             else:
                 leaves.remove(node)
@@ -189,9 +189,9 @@ class Tiers:
 
     def _drop(self, node: Node) -> None:
         """Remove a node from the trees and from memory."""
-        if node.gone:
+        if node.is_removed:
             return
-        node.gone = True
+        node.is_removed = True
         del self._nodes[node.key]
         self._trees.remove(node)
         if node.path is not None:
@@ -230,7 +230,7 @@ class Tiers:
             for other in node.replaces:
                 # Never written, so the nodes that it was to replace stay.
                 if other.path is not None:
-                    other.gone = False
+                    other.is_removed = False
                     self._put(other)
             node.replaces.clear()
 
@@ -252,13 +252,13 @@ class Tiers:
             held = node.held
             size = 0 if held is None else sum(part.numel() * part.element_size() for part in held.all_tensors())
             too_large = self._disk is not None and size > self._disk and not node.pinned
-            if held is None or node.gone or too_large:
+            if held is None or node.is_removed or too_large:
                 self._is_written(node)
                 return
             self._fit_disk(size)
         path, file_bytes = self._directory.write(node, held)
         with self._lock:
-            if node.gone:
+            if node.is_removed:
                 # Removed, or replaced, while it was written.
                 node.waits = False
                 self._directory.delete(path)

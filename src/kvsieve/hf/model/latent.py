@@ -68,10 +68,11 @@ def _own(weight: Tensor) -> Tensor:
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
-def _alike(mine: Tensor, theirs: Tensor) -> bool:
-    loose = max(8 * torch.finfo(theirs.dtype).eps, 1e-5 if theirs.dtype != torch.float64 else 1e-9)
-    theirs = theirs.detach().float() if theirs.dtype != torch.float64 else theirs.detach()
-    return bool((mine.to(theirs.dtype) - theirs).norm() <= loose * theirs.norm())
+def _alike(expanded: Tensor, stored: Tensor) -> bool:
+    """Return whether expanded entries [.., D] equal those of the model, up to rounding."""
+    loose = max(8 * torch.finfo(stored.dtype).eps, 1e-5 if stored.dtype != torch.float64 else 1e-9)
+    expected = stored.detach().float() if stored.dtype != torch.float64 else stored.detach()
+    return bool((expanded.to(expected.dtype) - expected).norm() <= loose * expected.norm())
 
 
 __all__ = ["candidates", "up_projection"]
