@@ -233,7 +233,7 @@ def test_the_way_from_the_command_line_to_a_result_is_short(cli, model_dir, tmp_
     level = floors()
     climbs = {(here, there) for here, there in steps if level[there] > level[here]}
     # Methods are called by their roles, a prefix by what a pass leaves; progress is the command line's.
-    assert {pair for pair in climbs if pair[1] not in ("methods", "shared", "kvsieve")} == {("lab", "cli")}
+    assert {pair for pair in climbs if pair[1] not in ("methods", "shared", "kvsieve")} <= {("lab", "cli")}
     assert len(rooms) <= 20 and len(climbs) <= 4, (sorted(rooms), sorted(climbs))
 
 
