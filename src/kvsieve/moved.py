@@ -37,12 +37,12 @@ class OldNames(MetaPathFinder, Loader):
         assert place is not None
         text = f"'{module.__name__}' has moved to '{place}'; the old name goes with kvsieve 0.5"
         warnings.warn(text, DeprecationWarning, stacklevel=2)
-        # What was just made for the old name is not what is imported.
+        # The import statement takes the module from here, not the empty one made for the old name.
         sys.modules[module.__name__] = importlib.import_module(place)
 
 
 def _place(name: str) -> str | None:
-    """Where a module is that had this name, or None for any other name."""
+    """Return the new name of a module that had this name, or None for any other name."""
     parts = name.split(".")
     wing = MOVED.get(".".join(parts[:2]))
     return None if wing is None else ".".join([wing, *parts[2:]])

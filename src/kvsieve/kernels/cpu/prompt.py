@@ -139,6 +139,6 @@ def _run(kernel: Callable[..., None], fields: _PromptFields) -> None:
 
 @functools.cache
 def _kernels() -> tuple[Callable[..., None], Callable[..., None], Callable[..., int]]:
-    """Return what reads blocks, what reads few tokens, and what tells the scratch that a thread needs for either."""
+    """Return the C functions for blocks of a prompt, for few tokens, and for the bytes of scratch per thread."""
     needed = function("prompt", "scratch_of", c_void_p, returns=c_int64)
     return function("prompt", "read_blocks"), function("prompt", "read_few"), needed
