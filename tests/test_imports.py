@@ -39,6 +39,7 @@ WINGS: dict[str, Storeys] = {
         ("forms", "loading", "parameters", "quantities", "suggestions", "specs", "profiles", "protection"),
         ("budget", "defaults", "turns"),
         ("segments", "roles", "unset"),
+        ("drafts",),
         ("plan_files",),
         ("plans",),
         ("registry",),

@@ -38,7 +38,7 @@ SIEVE = """
     feed(self, cache, ids, mask, request=PassRequest(plan=None, phase=None, last_chunk=True, on_layer=None,
         on_leave=None, chunk=None, tentative=False), *, logits=0)
     generate(self, input_ids, attention_mask=None, *, cache=None, chunk=None, progress=None, protect=None, quotas=None,
-        question_tokens=None, reduce=True, measure=False, **options)
+        question_tokens=None, reduce=True, measure=False, draft=None, **options)
     is_composite
     kept(self, cache, input_ids, *, row=0, tokenizer=None)
     load(self, path, *, tokenizer=None)
@@ -74,7 +74,7 @@ FIELDS = {
     "Stats": """
         method applied prompt_tokens deep_tokens kv_entries kv_asked kv_bytes ttft_s tpot_s new_tokens peak_bytes notes
         report traffic storage decoding compressed_layers kv_share growing_layers codec prompt_density
-        prompt_recall executors
+        prompt_recall executors drafts
     """,
 }
 

@@ -195,8 +195,6 @@ def test_memory_is_measured_when_it_is_asked_for(model, prompts, monkeypatch):
 
 
 REFUSED = {
-    "assistant_model": object(),
-    "prompt_lookup_num_tokens": 3,
     "cache_implementation": "static",
     "prefill_chunk_size": 8,
     "use_cache": False,

@@ -22,6 +22,7 @@ STOREYS = (
     ("decode",),
     ("runtime",),
     ("hooks", "prompt", "persist", "kept"),
+    ("drafts",),
     ("generate",),
     ("reuse",),
     ("chat",),

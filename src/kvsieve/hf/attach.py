@@ -22,7 +22,7 @@ from kvsieve.hf.model.settle import plan_for
 from kvsieve.hf.model.support import check_model
 from kvsieve.hf.model.weights import why_out_of_reach
 from kvsieve.hf.prompt.draft import load_draft
-from kvsieve.hf.runtime import Drafter
+from kvsieve.hf.runtime import DraftModel
 from kvsieve.hf.sieve import Sieve
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.roles import DraftPropagator
@@ -130,7 +130,7 @@ def attached(
         if isinstance(plan.propagate, DraftPropagator):
             draft = load_draft(plan.propagate, model)
             opened = functools.partial(attached, draft.model, Plan(name="draft"), "eager")
-            sieve.drafter = Drafter(draft.tokenizer, opened)
+            sieve.drafter = DraftModel(draft.tokenizer, opened)
         caution = plan.caution(sieve.num_layers)
         if caution is not None:
             warnings.warn(caution, KvsieveWarning, stacklevel=4)

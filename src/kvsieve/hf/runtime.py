@@ -37,7 +37,7 @@ from kvsieve.planning.plans import Plan
 
 
 @dataclass(frozen=True)
-class Drafter:
+class DraftModel:
     """A draft model for an attached one.
 
     Attributes:
@@ -75,7 +75,7 @@ class AttachedModel(Unpicklable):
         self.plan = plan
         self.attached = False
         self.tokenizer: Any = None
-        self.drafter: Drafter | None = None
+        self.drafter: DraftModel | None = None
         self._probing = False
         self.config = text_config(model)
         self.decoder: nn.Module = decoder_of(model)

@@ -15,7 +15,8 @@ from kvsieve.hf.chat.chat import Chat
 from kvsieve.hf.forward.passes import closing
 from kvsieve.hf.generate.ask import Prompt, asked
 from kvsieve.hf.generate.config import padding_token
-from kvsieve.hf.generate.generate import generate
+from kvsieve.hf.generate.drafted import check_drafted, taken_draft
+from kvsieve.hf.generate.generate import CallOptions, generate
 from kvsieve.hf.generate.options import checked_config
 from kvsieve.hf.generate.result import GenerateResult
 from kvsieve.hf.generate.stats import Stats
@@ -139,6 +140,7 @@ class Sieve(AttachedModel):
         question_tokens: int | None = None,
         reduce: bool = True,
         measure: bool = False,
+        draft: Any = None,
         **options: Any,
     ) -> GenerateResult:
         """Run ``model.generate`` under the plan, with statistics.
@@ -154,6 +156,8 @@ class Sieve(AttachedModel):
             question_tokens: last tokens that are a question, prefilled after the plan has acted, without eviction.
             reduce: see `prefill`.
             measure: measure peak memory (which collects garbage), and wait for the GPU at every token.
+            draft: source of drafts, verified several in a pass: "lookup", a smaller model, "self:PLAN"
+                (docs/speculation.md); None for none.
             **options: generate's own (sampling, beams, num_return_sequences, stop strings, streamers ...).
 
         Returns:
@@ -170,7 +174,10 @@ class Sieve(AttachedModel):
             raise InputError(f"measure is True, or False to leave memory alone; got {short(measure)}")
         if options.get("tokenizer") is not None:
             self.use_tokenizer(options["tokenizer"])
+        source, options = taken_draft(self.model, draft, options)
         config = checked_config(self.model, options)
+        if source is not None:
+            check_drafted(config, options)
         reading = ReadOptions(
             chunk=chunk,
             new_tokens=config.max_new_tokens or 0,
@@ -180,9 +187,8 @@ class Sieve(AttachedModel):
         )
         cache = self.new_cache() if cache is None else cache
         with closing(), undone_on_failure(cache):
-            result = generate(
-                self, self.own_generate, (ids, mask), cache, reading, measure=measure, options=options, config=config
-            )
+            asked = CallOptions(options, config, measure, source)
+            result = generate(self, self.own_generate, (ids, mask), cache, reading, asked)
         self.last_stats = result.stats
         return result
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvsieve.errors import InputError, UnsupportedOptionError
 from kvsieve.hf.generate.config import check_config, check_single_answer, config_in_effect
+from kvsieve.hf.generate.drafted import taken_draft
 from kvsieve.hf.generate.options import check_values, refusal
 from kvsieve.planning.turns import stop_ids
 
@@ -51,6 +52,7 @@ def check_chat_options(options: dict[str, Any], model: Any) -> None:
     if not isinstance(new, int) or isinstance(new, bool) or new < 1:
         raise InputError(f"max_new_tokens must be a number of tokens, at least 1, got {new!r}")
     check_values(options)
+    _, options = taken_draft(model, options.get("draft"), {k: v for k, v in options.items() if k != "draft"})
     config = options.get("generation_config")
     if config is not None and config.max_length is not None and config.max_new_tokens is None:
         raise UnsupportedOptionError("generation_config.max_length is not for a chat: use max_new_tokens")

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from kvsieve.errors import UnsupportedOptionError, short
 from kvsieve.hf.compat import logits_processors, prepared_config
 
-_ASSISTED = "assisted decoding needs to take tokens back out of the cache"
+_ASSISTED = "drafts are asked for with draft='lookup', or a smaller model"
 # Attributes of a GenerationConfig that a plan cannot honour, and why.
 REFUSED = {
     "prompt_lookup_num_tokens": _ASSISTED,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -49,33 +50,35 @@ def note_ends(cache: SieveCache, sequences: Tensor, new: int, config: Generation
     conversation.ends = before.then(conversation.caller_length_and_mask()[0] + 1 - answer.shape[1], after_end, unknown)
 
 
+def plain_prompt(options: Mapping[str, Any]) -> tuple[Any, Tensor | None]:
+    """Return the ids that a plain generate is called with, None without any, and their mask."""
+    ids = next((options[key] for key in ("inputs", "input_ids") if options.get(key) is not None), None)
+    return ids, options.get("attention_mask")
+
+
 def begin_plain_turn(
-    model: AttachedModel, cache: Any, args: tuple[Any, ...], options: dict[str, Any], config: GenerationConfig
-) -> tuple[tuple[Any, ...], dict[str, Any], Tensor | None]:
-    """Return the arguments of a plain generate that continues after rows that ended early, as in sieve.generate.
+    model: AttachedModel, cache: Any, options: dict[str, Any], config: GenerationConfig
+) -> tuple[dict[str, Any], Tensor | None]:
+    """Return the options of a plain generate that continues after rows that ended early, as in sieve.generate.
 
     Args:
         model: the attached model.
         cache: given to the call, or None.
-        args: of the call, by position.
-        options: of the call, by name.
+        options: of the call, all by name.
         config: in effect.
 
     Returns:
-        args, options, and the caller's ids int64 [B, N] if they were replaced, else None.
+        options, and the caller's ids int64 [B, N] if they were replaced, else None.
     """
     ends = cache.conversation.ends if isinstance(cache, SieveCache) else None
-    name = next((key for key in ("inputs", "input_ids") if options.get(key) is not None), None)
-    ids = args[0] if args else None if name is None else options[name]
+    ids, given_mask = plain_prompt(options)
     if ends is None or not isinstance(ids, Tensor):
-        return args, options, None
+        return options, None
     ends = cache.conversation.ends = ends.begin_turn(ids, cache.conversation.caller_length_and_mask()[0])
     read = ends.as_read(ids)
-    mask = whole_mask(model, read, options.get("attention_mask"), cache, padding_token(config))
-    options = {**options, "attention_mask": mask}
-    if args:
-        return (read, *args[1:]), options, ids
-    return args, {**options, str(name): read}, ids
+    mask = whole_mask(model, read, given_mask, cache, padding_token(config))
+    name = "inputs" if options.get("inputs") is not None else "input_ids"
+    return {**options, "attention_mask": mask, name: read}, ids
 
 
 def put_back(sequences: Tensor, ids: Tensor) -> None:

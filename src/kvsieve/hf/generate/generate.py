@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import inspect
 import itertools
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -22,7 +25,8 @@ from kvsieve.hf.compat import CACHE, CACHE_NAMES
 from kvsieve.hf.forward.own_generate import noting_caches
 from kvsieve.hf.forward.resume import Resume, resuming
 from kvsieve.hf.generate.config import check_config, config_in_effect, end_tokens
-from kvsieve.hf.generate.ends import begin_plain_turn, note_ends, put_back
+from kvsieve.hf.generate.drafted import DraftedAnswer, check_drafted, taken_draft, true_rows
+from kvsieve.hf.generate.ends import begin_plain_turn, note_ends, plain_prompt, put_back
 from kvsieve.hf.generate.options import check_plan_can, refusal
 from kvsieve.hf.generate.original_prompt import OriginalPrompt, Streamer
 from kvsieve.hf.generate.peak_memory import Peak, measure_peak
@@ -33,6 +37,7 @@ from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.hf.prompt.reread import read_again
 from kvsieve.hf.runtime import AttachedModel
+from kvsieve.planning.drafts import Draft
 
 _log = logging.getLogger(__name__)
 
@@ -54,16 +59,30 @@ class _Clock(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
+@dataclass(frozen=True)
+class CallOptions:
+    """Options of an answer.
+
+    Attributes:
+        options: of generate.
+        config: in effect for them.
+        measure: record peak memory, and wait for the GPU at every token.
+        draft: source of drafts; None for none.
+    """
+
+    options: dict[str, Any]
+    config: GenerationConfig
+    measure: bool = False
+    draft: Draft | None = None
+
+
 def generate(
     model: AttachedModel,
     own_generate: Callable[..., Any],
     prompt: tuple[Tensor, Tensor | None],
     cache: SieveCache,
     reading: ReadOptions,
-    *,
-    measure: bool,
-    options: dict[str, Any],
-    config: GenerationConfig,
+    asked: CallOptions,
 ) -> GenerateResult:
     """Prefill a prompt and generate after it; see Sieve.generate.
 
@@ -73,21 +92,26 @@ def generate(
         prompt: ids int64 [B, N], and their mask [B, N], None without padding.
         cache: to continue.
         reading: options of the prefill.
-        measure: record peak memory, and wait for the GPU at every token.
-        options: of generate.
-        config: in effect for them.
+        asked: options of the answer.
     """
     input_ids, attention_mask = prompt
+    options = asked.options
+    config = asked.config
     check_plan_can(model, input_ids, cache, reading, options, config)
-    clock = _Clock(exact=measure)
-    with measure_peak(model.model.device) if measure else contextlib.nullcontext(Peak()) as peak:
+    clock = _Clock(exact=asked.measure)
+    with measure_peak(model.model.device) if asked.measure else contextlib.nullcontext(Peak()) as peak:
         began = time.perf_counter()
         ids, mask = read_prompt(model, input_ids, attention_mask, cache, reading)
         if config.max_time is not None:
             # Time that reading the prompt took counts, as in generate's own call.
-            options = {**options, "max_time": max(config.max_time - (time.perf_counter() - began), 1e-9)}
-        with resuming(_resume(model, ids, cache, reading)):
-            output = _decode(model, own_generate, (input_ids, ids, mask), cache, clock, options, config)
+            left = max(config.max_time - (time.perf_counter() - began), 1e-9)
+            asked = dataclasses.replace(asked, options={**options, "max_time": left})
+        resume = _resume(model, ids, cache, reading)
+        answer = None
+        if asked.draft is not None:
+            answer = DraftedAnswer(model, cache, asked.draft, true_rows(input_ids, attention_mask), resume)
+        with resuming(resume):
+            output = _decode(model, own_generate, (input_ids, ids, mask), cache, clock, asked, answer)
         if reading.progress is not None:
             turn = cache.turn
             again = 0 if cache.conversation.short_prompt is None else input_ids.shape[1]
@@ -96,7 +120,7 @@ def generate(
     sequences = output if isinstance(output, Tensor) else output.sequences
     if cache.conversation.ends is not None:
         put_back(sequences, input_ids)
-    stats = stats_of(model, cache, clock.times, began, peak.bytes)
+    stats = stats_of(model, cache, clock.times, began, peak.bytes, answer)
     own = bool(options.get("stopping_criteria"))
     note_ends(cache, sequences, len(clock.times), config, criteria=own)
     token_s = [after - before for before, after in itertools.pairwise(clock.times)]
@@ -113,14 +137,23 @@ def _decode(
     prompt: tuple[Tensor, Tensor, Tensor | None],
     cache: SieveCache,
     clock: _Clock,
-    options: dict[str, Any],
-    config: GenerationConfig,
+    asked: CallOptions,
+    answer: DraftedAnswer | None,
 ) -> Any:
     """Run the model's own generate after the prefill of all but the last chunk.
 
-    prompt: the given ids, those to continue with, and their mask.
+    Args:
+        model: the attached model.
+        own_generate: its own generate.
+        prompt: the given ids, those to continue with, and their mask.
+        cache: with the chunks before.
+        clock: records the time of each token.
+        asked: options of the answer.
+        answer: the loop with drafts; None for generate's own.
     """
     given_ids, ids, mask = prompt
+    options = asked.options
+    config = asked.config
     # A growing cache was requested, and one is given: generate refuses both together.
     options = {**options, "cache_implementation": None} if config.cache_implementation else dict(options)
     criteria = list(options.pop("stopping_criteria", None) or [])
@@ -147,6 +180,8 @@ def _decode(
     streamer = Streamer(options.get("streamer"), original)
     if streamer.inner is not None:
         options["streamer"] = streamer
+    if answer is not None:
+        criteria, options = answer.joined(criteria, options, config)
     try:
         output = own_generate(
             ids,
@@ -200,36 +235,39 @@ def with_stats(
     model: AttachedModel, own_generate: Callable[..., Any], done: Callable[[Stats | None], None]
 ) -> Callable[..., Any]:
     """Wrap the model's own generate: `done` gets None when a call begins, its statistics when it ends."""
+    names = list(inspect.signature(own_generate).parameters)
 
     @functools.wraps(own_generate)
     def run(*args: Any, **options: Any) -> Any:
         done(None)
-        # The second of generate's arguments, where it is given by position.
-        said = {**options, "generation_config": args[1]} if len(args) > 1 else options
-        config = config_in_effect(model.model, said)
-        check_config(model.model, said, config)
+        options = {**dict(zip(names, args, strict=False)), **options}
+        draft, options = taken_draft(model.model, None, options)
+        config = config_in_effect(model.model, options)
+        check_config(model.model, options, config)
         # One that is empty would pass for the cache that generate makes itself.
         for name in options.keys() & set(CACHE_NAMES):
             if options[name] is not None:
                 refuse_foreign(options[name], model.plan.name)
         clock = _Clock()
-        # And the fourth.
-        own_criteria = args[3] if len(args) > 3 else options.pop("stopping_criteria", None)
-        criteria = StoppingCriteriaList([*(own_criteria or []), clock])
-        if len(args) > 3:
-            args = (*args[:3], criteria, *args[4:])
-        else:
-            options["stopping_criteria"] = criteria
+        own_criteria = options.pop("stopping_criteria", None)
         cache = next((options[name] for name in CACHE_NAMES if options.get(name) is not None), None)
+        answer = None
         with noting_caches() as caches, undone_on_failure(cache):
             began = time.perf_counter()
-            args, options, ids = begin_plain_turn(model, cache, args, options, config)
-            output = own_generate(*args, **options)
+            options, ids = begin_plain_turn(model, cache, options, config)
+            criteria = [*(own_criteria or []), clock]
+            if draft is not None:
+                check_drafted(config, options)
+                cache = model.new_cache() if cache is None else cache
+                options[CACHE] = cache
+                answer = DraftedAnswer(model, cache, draft, true_rows(*plain_prompt(options)))
+                criteria, options = answer.joined(criteria, options, config)
+            output = own_generate(stopping_criteria=StoppingCriteriaList(criteria), **options)
         sequences = output if isinstance(output, Tensor) else output.sequences
         if ids is not None:
             put_back(sequences, ids)
         if caches and clock.times:
-            stats = stats_of(model, caches[-1], clock.times, began, None)
+            stats = stats_of(model, caches[-1], clock.times, began, None, answer)
             done(stats)
             target = caches[-1] if cache is None else cache
             note_ends(target, sequences, len(clock.times), config, criteria=bool(own_criteria))

@@ -22,7 +22,6 @@ from kvsieve.planning.suggestions import did_you_mean
 
 # Arguments of generate that a plan cannot honour; attributes of a configuration are in config.py.
 _REFUSED = {
-    "assistant_model": "assisted decoding needs to take tokens back out of the cache",
     "past_key_values": "pass it as cache=",
     "custom_generate": "the plan could not tell whether it ran",
     "inputs": "pass the prompt as input_ids",

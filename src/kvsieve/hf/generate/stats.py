@@ -10,7 +10,9 @@ from kvsieve.cache.tensors import storage_bytes
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.counts import Passes, Reads
 from kvsieve.hf.decode.engine import Engine
+from kvsieve.hf.drafts.drafter import DraftCounts
 from kvsieve.hf.generate.acted import codec_text, entries_after_prompt, executors_of, prompt_blocks, what_ran
+from kvsieve.hf.generate.drafted import DraftedAnswer
 from kvsieve.hf.kinds import describe_kinds
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.report.display import html_table, mebibytes, percent
@@ -117,6 +119,7 @@ class Stats:
         prompt_density: share of the prompt's causal blocks that was computed; None for dense prefill.
         prompt_recall: share of the attention of sampled queries (one in 1024) in these blocks.
         executors: executors of attention to the "prompt" and of the "answer", with the number of layers.
+        drafts: counts of drafted tokens; None without drafts.
     """
 
     method: str
@@ -142,6 +145,7 @@ class Stats:
     prompt_density: float | None = None
     prompt_recall: float | None = None
     executors: dict[str, dict[str, int]] = field(default_factory=dict)
+    drafts: DraftCounts | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -174,6 +178,8 @@ class Stats:
             ("time", seconds),
             ("answer", f"{self.new_tokens} tokens"),
         ]
+        if self.drafts is not None:
+            rows.append(("drafts", str(self.drafts)))
         return rows + [("note", f"note: {note}") for note in self.notes]
 
     def _prompt(self) -> str:
@@ -200,7 +206,14 @@ class Stats:
         return f"{text} ({percent(self.kv_share)}{' of KV' if grow < layers else ''})"
 
 
-def stats_of(model: AttachedModel, cache: SieveCache, times: list[float], began: float, peak: int | None) -> Stats:
+def stats_of(
+    model: AttachedModel,
+    cache: SieveCache,
+    times: list[float],
+    began: float,
+    peak: int | None,
+    answer: DraftedAnswer | None = None,
+) -> Stats:
     """Return the statistics of a call.
 
     Args:
@@ -209,6 +222,7 @@ def stats_of(model: AttachedModel, cache: SieveCache, times: list[float], began:
         times: when each token was chosen, in seconds.
         began: when the call began.
         peak: peak memory in bytes, None if not measured.
+        answer: the loop with drafts; None without.
     """
     record = cache.turn.record
     plan = model.plan
@@ -219,6 +233,8 @@ def stats_of(model: AttachedModel, cache: SieveCache, times: list[float], began:
     if plan.roles and len(cache.sieve_layers) < len(kept):
         notes.append(describe_kinds(model.kinds))
     notes += model.facts.tables.notes(cache.conversation.table_lengths, record.reread)
+    if answer is not None:
+        notes += answer.notes
     turn_tokens = record.prompt_tokens
     return Stats(
         method=plan.name,
@@ -242,6 +258,7 @@ def stats_of(model: AttachedModel, cache: SieveCache, times: list[float], began:
         growing_layers=list(cache.sieve_layers),
         codec=codec_text(plan, cache),
         executors=executors_of(record),
+        drafts=None if answer is None else answer.counts,
         **prompt_blocks(plan, cache),
     )
 

@@ -1,0 +1,89 @@
+"""Numbers of tokens to draft, by estimated acceptance and by the cost of passes over more tokens.
+
+Times are not looked at, so that the same prompt gives the same passes.
+"""
+
+from __future__ import annotations
+
+# Share of a class's estimate that a new token replaces.
+_RATE = 0.1
+# Passes without a draft after costly drafts that did not pay; twice as many each time.
+_PAUSE = 4
+_LONGEST_PAUSE = 64
+# Gain in tokens per time below which nothing is drafted.
+_MARGIN = 1.05
+# Estimates to begin with, by class; later classes are surer.
+_PRIORS = (0.35, 0.5, 0.65, 0.8, 0.9, 0.95)
+# Class of drafts that cost passes.
+COSTLY = 3
+
+
+class DraftLength:
+    """Decides the number of drafted tokens of a row's next pass.
+
+    Args:
+        most: drafted tokens of a pass.
+        slope: time of each token of a pass after the first, in passes over one token.
+        draft: time of drafting a token, in the same unit; 0 for a free drafter.
+        adapt: False to draft `most` tokens always.
+    """
+
+    def __init__(self, most: int, slope: float, draft: float = 0.0, *, adapt: bool = True) -> None:
+        self.most = most
+        self.slope = slope
+        self.draft = draft
+        self.adapt = adapt
+        self._accepts = list(_PRIORS)
+        self._wait = 0
+        self._pause = _PAUSE
+
+    def of_class(self, number: int, offered: int) -> int:
+        """Return how many of `offered` tokens of a proposal to feed; number: its class."""
+        offered = min(offered, self.most)
+        return self._best(self._accepts[min(number, len(_PRIORS) - 1)], offered) if self.adapt else offered
+
+    def of_costly(self) -> int:
+        """Return how many tokens to draft by passes of a model; 0 while drafting pauses."""
+        if not self.adapt:
+            return self.most
+        if self._wait:
+            self._wait -= 1
+            return 0
+        count = self._best(self._accepts[COSTLY], self.most)
+        if count:
+            return count
+        # A trial, then a pause.
+        self._wait = self._pause
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        return int(self.slope < 1)
+
+    def note(self, number: int, drafted: int, accepted: int) -> None:
+        """Update the estimate of a class.
+
+        Args:
+            number: of the class.
+            drafted: tokens fed.
+            accepted: how many of them the row took.
+        """
+        number = min(number, len(_PRIORS) - 1)
+        accept = self._accepts[number]
+        for right in [1.0] * accepted + [0.0] * (accepted < drafted):
+            accept += _RATE * (right - accept)
+        self._accepts[number] = accept
+        if accepted == drafted:
+            self._pause = _PAUSE
+
+    def _best(self, accept: float, offered: int) -> int:
+        """Return the number of drafted tokens with the most tokens per time; 0 if none pays."""
+        best = 0
+        gain = _MARGIN
+        tokens = 1.0
+        chance = 1.0
+        for count in range(1, offered + 1):
+            chance *= accept
+            tokens += chance
+            rate = tokens / (1 + count * (self.slope + self.draft))
+            if rate > gain:
+                best = count
+                gain = rate
+        return best

@@ -1,0 +1,138 @@
+"""Drafts copied from the conversation, and how many of them are fed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvsieve.hf.drafts.drafter import Drafter, RowDrafts
+from kvsieve.hf.drafts.length import COSTLY, DraftLength
+from kvsieve.hf.drafts.lookup import LookupDrafter
+
+
+def drafted(tokens, most=4, ngram=2):
+    drafter = LookupDrafter(ngram)
+    drafter.extend(tokens)
+    return drafter.propose(most)
+
+
+def test_what_followed_the_longest_match_is_proposed():
+    #        a long match          a newer, shorter one    the end
+    tokens = [1, 2, 3, 4, 5, 6, 7, 9, 3, 4, 8, 8, 8, 7, 7, 1, 2, 3, 4]
+    assert drafted(tokens) == [5, 6, 7, 9]
+
+
+def test_the_newest_of_equal_matches_is_proposed():
+    assert drafted([1, 2, 5, 0, 1, 2, 6, 0, 3, 1, 2]) == [6, 0, 3, 1]
+
+
+def test_no_match_proposes_nothing():
+    assert drafted([1, 2, 3, 4, 5]) == [] == drafted([1, 2]) == drafted([])
+
+
+def test_a_match_that_reaches_the_end_repeats():
+    assert drafted([5, 1, 2, 1, 2], most=5) == [1, 2, 1, 2, 1]
+    assert drafted([7, 7, 7], most=3) == [7, 7, 7]
+
+
+def longest(tokens, ngram):
+    """Length of the longest earlier match of the end, by comparing every place."""
+    found = 0
+    for place in range(1, len(tokens)):
+        length = 0
+        while length < place and tokens[place - 1 - length] == tokens[-1 - length]:
+            length += 1
+        found = max(found, length)
+    return found if found >= ngram else 0
+
+
+@pytest.mark.parametrize("ngram", [1, 3])
+def test_a_match_is_the_longest_whatever_came_before(ngram):
+    """Tokens come in pieces, as answers do, and a proposal is asked for after each."""
+    draw = random.Random(ngram)
+    tokens = [draw.randrange(6) for _ in range(30)]
+    drafter = LookupDrafter(ngram)
+    drafter.extend(tokens)
+    for _ in range(60):
+        found = drafter.propose(3)
+        length = longest(tokens, ngram)
+        assert bool(found) == bool(length)
+        if found:
+            continuations = {
+                (*tokens, *tokens)[place]
+                for place in range(1, len(tokens))
+                if tokens[:place][-length:] == tokens[-length:]
+            }
+            assert found[0] in continuations
+        piece = [draw.randrange(6) for _ in range(draw.randrange(1, 4))]
+        tokens += piece
+        drafter.extend(piece)
+
+
+def rows(tokens, **length):
+    drafter = LookupDrafter(2)
+    return RowDrafts(drafter, DraftLength(4, 0.1, **length), tokens)
+
+
+class Ones(Drafter):
+    """Proposes ones, always."""
+
+    def extend(self, tokens):
+        pass
+
+    def propose(self, most):
+        return [1] * most
+
+
+def test_drafts_that_are_wrong_stop_and_come_back():
+    """While nothing is drafted, what would have been shows when drafting pays again."""
+    drafts = RowDrafts(Ones(), DraftLength(8, 0.1), [])
+    fed = []
+    for answer in [2] * 60 + [1] * 60:
+        found = drafts.next(8)
+        fed.append(len(found))
+        drafts.took([answer] * (len(found) + 1 if answer == 1 else 1))
+    assert fed[0]
+    assert not any(fed[20:60])
+    assert all(fed[-20:])
+    assert fed[-1] == 8
+
+
+def test_counts_add_up():
+    drafts = rows([1, 2, 3, 1, 2], adapt=False)
+    assert drafts.next(2) == [3, 1]
+    drafts.took([3, 9])
+    assert drafts.next(2) == []
+    drafts.took([4])
+    counts = drafts.counts
+    assert (counts.passes, counts.drafted_passes, counts.drafted, counts.accepted) == (2, 1, 2, 1)
+    assert str(counts) == "1 of 2 drafted tokens accepted, 1 of 2 passes drafted, 1.5 tokens a pass"
+
+
+@pytest.mark.parametrize(("slope", "least"), [(0.05, 4), (1.0, 0)])
+def test_a_pass_that_costs_as_much_per_token_is_never_drafted_for(slope, least):
+    assert DraftLength(4, slope).of_class(5, 4) == least
+
+
+def test_costly_drafts_pause_longer_and_longer():
+    length = DraftLength(4, 0.1, draft=0.2)
+    counts = []
+    for _ in range(300):
+        count = length.of_costly()
+        counts.append(count)
+        if count:
+            length.note(COSTLY, count, 0)
+    assert counts[0] and sum(map(bool, counts)) < 40 and sum(map(bool, counts[-100:])) <= 3
+
+
+def test_a_drafter_that_fails_is_dropped():
+    class Failing(LookupDrafter):
+        def propose(self, most):
+            raise ValueError("out of words")
+
+    drafts = RowDrafts(Failing(), DraftLength(4, 0.1), [1, 2, 3])
+    assert drafts.next(3) == []
+    drafts.took([4])
+    assert drafts.next(3) == []
+    assert "out of words" in drafts.note and "went on without" in drafts.note
