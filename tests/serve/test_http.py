@@ -174,7 +174,7 @@ def test_what_was_read_for_one_key_is_not_looked_for_by_another(server, url, mon
     assert {each["key"] for each in listed} <= mine
     # What is stored of the same prompt for both is not the same memory either.
     both = [[n for n in tiers if n.owner == owner and len(n.ids) >= 100] for owner in owners]
-    places = [{part.data_ptr() for n in nodes for part in n.held.all_tensors() if part.numel()} for nodes in both]
+    places = [{part.data_ptr() for n in nodes for part in n.content.all_tensors() if part.numel()} for nodes in both]
     assert places[0] and places[1] and not places[0] & places[1]
 
 

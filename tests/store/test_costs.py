@@ -8,7 +8,7 @@ import torch
 import kvsieve
 from kvsieve.hf import reuse
 from kvsieve.hf.reuse import StoredPrefixes
-from kvsieve.store import PrefixStore, held
+from kvsieve.store import PrefixStore, content
 from kvsieve.store.forest import Forest
 from kvsieve.store.rules import Reuse
 from small import plan_of
@@ -84,7 +84,7 @@ def test_many_nodes_that_begin_alike(monkeypatch):
 
 def test_borders_are_not_compared_with_what_came_before(sieve, monkeypatch):
     """What a cache was stored as, or made of, is known to be its beginning; of others nothing is."""
-    compared = counting(monkeypatch, held, "_same")
+    compared = counting(monkeypatch, content, "_same")
     ids = tokens(3, 96)
     with PrefixStore() as store:
         cache = sieve.new_cache()
@@ -115,7 +115,7 @@ def test_borders_are_not_compared_with_what_came_before(sieve, monkeypatch):
 def test_borders_of_a_long_prompt(sieve, monkeypatch):
     """Chunks that have doubled are one where prefixes are not cut from longer ones; and a border copies what is new."""
     monkeypatch.setattr(reuse, "LAST", 8)
-    copied = counting(monkeypatch, held, "_own")
+    copied = counting(monkeypatch, content, "_own")
 
     def borders(sieve, count):
         del copied[:]

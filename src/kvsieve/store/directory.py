@@ -16,7 +16,7 @@ from kvsieve.errors import CacheFileError, InputError, MissingFileError
 from kvsieve.folders import UNFINISHED
 from kvsieve.hf.persist.cache_file import opened
 from kvsieve.hf.persist.saved import checked_tensors, understood, write_cache
-from kvsieve.store.held import Held, Whole, mapped
+from kvsieve.store.content import StoredCache, Whole, mapped
 from kvsieve.store.identity import Identity, node_key
 from kvsieve.store.node import Node, reuse_from
 
@@ -107,10 +107,10 @@ class Directory:
         except (MissingFileError, FileNotFoundError):
             return None
         except CacheFileError as error:
-            self.set_aside(path, error)
+            self.quarantine(path, error)
             return None
 
-    def read(self, node: Node) -> Held | None:
+    def read(self, node: Node) -> StoredCache | None:
         """Return a node's content, memory-mapped from its file, or None if the file is missing or damaged."""
         assert node.path is not None
         try:
@@ -123,18 +123,23 @@ class Directory:
         except MissingFileError:
             return None
         except CacheFileError as error:
-            self.set_aside(node.path, error)
+            self.quarantine(node.path, error)
             return None
 
-    def write(self, node: Node, held: Held) -> tuple[Path, int]:
+    def write(self, node: Node, content: StoredCache) -> tuple[Path, int]:
         """Write a node's file atomically and return it with its size. Raises CacheFileError."""
         import torch
 
         path = self.path / f"{node.key}{_SUFFIX}"
         ids = torch.from_numpy(node.ids)[None]
         tensor = {"tensor": "ids", "host": False, "dtype": "I64", "shape": list(ids.shape)}
-        header: dict[str, Any] = {**node.identity.header, **held.facts, "ids": tensor, "extra": {"store": node.extra()}}
-        write_cache(path, header, ChainMap({"ids": ids}, cast("dict[str, Any]", Whole(held))))
+        header: dict[str, Any] = {
+            **node.identity.header,
+            **content.facts,
+            "ids": tensor,
+            "extra": {"store": node.extra()},
+        }
+        write_cache(path, header, ChainMap({"ids": ids}, cast("dict[str, Any]", Whole(content))))
         return path, path.stat().st_size
 
     def used(self, node: Node) -> None:
@@ -149,7 +154,7 @@ class Directory:
             with contextlib.suppress(OSError):
                 path.unlink()
 
-    def set_aside(self, path: Path, why: Exception) -> None:
+    def quarantine(self, path: Path, why: Exception) -> None:
         """Move a damaged file to ``damaged/`` for inspection."""
         self.damaged += 1
         _log.warning("a node of the store is set aside: %s", why)

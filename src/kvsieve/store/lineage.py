@@ -6,7 +6,7 @@ import weakref
 
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.records import Conversation
-from kvsieve.store.held import Stretch
+from kvsieve.store.content import Stretch
 from kvsieve.store.node import Node
 from kvsieve.store.radix import common
 
@@ -35,6 +35,6 @@ class Lineage:
         node = None if known is None else known()
         if conversation is None or conversation() is not cache.conversation or node is None:
             return ()
-        if node.held is None or not node.in_memory or node.tree != new.tree:
+        if node.content is None or not node.in_memory or node.tree != new.tree:
             return ()
-        return node.held.begins(common(node.ids[:tokens], new.ids))
+        return node.content.begins(common(node.ids[:tokens], new.ids))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvsieve.store.held import Held
+from kvsieve.store.content import StoredCache
 from kvsieve.store.identity import Identity
 from kvsieve.store.radix import Tokens
 from kvsieve.store.rules import Reuse
@@ -60,7 +60,7 @@ class Node:
         reuse: requests that it may serve.
         seconds: prefill time of its tokens.
         pinned: never evicted.
-        held: content in memory; None if only on disk.
+        content: its cache in memory; None if only on disk.
         path: its file, or None.
         file_bytes: size of the file.
         hits: hits since the store was opened.
@@ -76,7 +76,7 @@ class Node:
     reuse: Reuse
     seconds: float
     pinned: bool = False
-    held: Held | None = None
+    content: StoredCache | None = None
     path: Path | None = None
     file_bytes: int = 0
     hits: int = 0
@@ -92,7 +92,7 @@ class Node:
     @property
     def in_memory(self) -> bool:
         """True if it takes memory of its own."""
-        return self.held is not None and not self.held.mapped
+        return self.content is not None and not self.content.mapped
 
     def extra(self) -> dict[str, Any]:
         """Return its entries in the file's header."""

@@ -16,8 +16,8 @@ from kvsieve.errors import InputError, short
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.quantities import parse_bytes
+from kvsieve.store.content import beginning, copied_content, revived
 from kvsieve.store.directory import name_of
-from kvsieve.store.held import beginning, hold, revived
 from kvsieve.store.identity import Identities
 from kvsieve.store.lineage import Lineage
 from kvsieve.store.node import Node, NodeInfo
@@ -111,17 +111,17 @@ class PrefixStore:
                 if node is None:
                     self._counts["misses"] += 1
                     return None
-                held = self._tiers.held(node)
-                if held is not None:
+                content = self._tiers.content(node)
+                if content is not None:
                     break
             self._tiers.found(node)
-            self._counts.update(hits=1, tokens_reused=tokens, disk_hits=held.mapped)
+            self._counts.update(hits=1, tokens_reused=tokens, disk_hits=content.mapped)
         if tokens == node.reuse.tokens:
-            cache = revived(held, sieve)
+            cache = revived(content, sieve)
         else:
-            cache = beginning(held, sieve, tokens, finished=tokens == len(ids))
+            cache = beginning(content, sieve, tokens, finished=tokens == len(ids))
         self._lineage.note(cache, node, tokens)
-        return Found(cache, tokens, node.seconds * tokens / len(node.ids), held.mapped)
+        return Found(cache, tokens, node.seconds * tokens / len(node.ids), content.mapped)
 
     def add(
         self,
@@ -181,7 +181,7 @@ class PrefixStore:
             if node.key not in self._tiers:
                 known = self._lineage.stretches(cache, node)
                 alike = known or self._tiers.alike(node)
-                node.held = hold(cache, sieve.model.device, alike, certain=bool(known))
+                node.content = copied_content(cache, sieve.model.device, alike, certain=bool(known))
                 self._lineage.note(cache, node, seen)
             node = self._tiers.add(node)
             self._counts["added"] += 1

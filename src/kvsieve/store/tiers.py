@@ -7,9 +7,9 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 
+from kvsieve.store.content import StoredCache, Stretch
 from kvsieve.store.directory import Directory
 from kvsieve.store.forest import Forest
-from kvsieve.store.held import Held, Stretch
 from kvsieve.store.node import Node
 from kvsieve.store.radix import Tokens
 from kvsieve.store.replacement import Replacement
@@ -62,8 +62,8 @@ class Tiers:
     def alike(self, node: Node) -> tuple[Stretch, ...]:
         """Return the entries in memory of the node with the longest common prefix."""
         for other, common in self._trees.along(node):
-            if other.in_memory and other.held is not None and other.held.stretches:
-                return other.held.begins(min(common, other.reuse.tokens))
+            if other.in_memory and other.content is not None and other.content.stretches:
+                return other.content.begins(min(common, other.reuse.tokens))
         return ()
 
     def add(self, node: Node) -> Node:
@@ -73,8 +73,8 @@ class Tiers:
             known.pinned = known.pinned or node.pinned
             self._touch(known)
             return known
-        assert node.held is not None
-        self._ledger.add(node.held.places().items())
+        assert node.content is not None
+        self._ledger.add(node.content.places().items())
         node.waits = self._writer is not None
         self._put(node)
         for shorter in self._trees.replaced_by(node):
@@ -87,14 +87,14 @@ class Tiers:
         self._fit_memory()
         return node
 
-    def held(self, node: Node) -> Held | None:
+    def content(self, node: Node) -> StoredCache | None:
         """Return a node's content, loaded from its file if necessary; drop the node and return None if it is lost."""
-        if node.held is None:
+        if node.content is None:
             assert self._directory is not None
-            node.held = self._directory.read(node)
-            if node.held is None:
+            node.content = self._directory.read(node)
+            if node.content is None:
                 self._drop(node)
-        return node.held
+        return node.content
 
     def found(self, node: Node) -> None:
         """Record a hit of a node."""
@@ -105,13 +105,13 @@ class Tiers:
 
     def own_bytes(self, node: Node) -> int:
         """Return the bytes of memory freed by removing a node."""
-        return self._ledger.own(node.held.places().items()) if node.held is not None and node.in_memory else 0
+        return self._ledger.own(node.content.places().items()) if node.content is not None and node.in_memory else 0
 
     def pin(self, node: Node, pinned: bool) -> None:
         """Protect a node from eviction, or undo that, and write that to its file."""
         node.pinned = pinned
         self._touch(node)
-        if self._writer is not None and self.held(node) is not None and not node.waits:
+        if self._writer is not None and self.content(node) is not None and not node.waits:
             node.waits = True
             self._leaves_memory.change(node)
             self._writer.put(node)
@@ -200,9 +200,9 @@ class Tiers:
         self._forget(node)
 
     def _forget(self, node: Node) -> None:
-        if node.held is not None and node.in_memory:
-            self._ledger.remove(node.held.places().items())
-        node.held = None
+        if node.content is not None and node.in_memory:
+            self._ledger.remove(node.content.places().items())
+        node.content = None
         self._leaves_memory.remove(node)
         self._changes_near(node)
 
@@ -249,14 +249,14 @@ class Tiers:
         """Write a waiting node; called by the writer's thread, without the lock."""
         assert self._directory is not None
         with self._lock:
-            held = node.held
-            size = 0 if held is None else sum(part.numel() * part.element_size() for part in held.all_tensors())
+            content = node.content
+            size = 0 if content is None else sum(part.numel() * part.element_size() for part in content.all_tensors())
             too_large = self._disk is not None and size > self._disk and not node.pinned
-            if held is None or node.is_removed or too_large:
+            if content is None or node.is_removed or too_large:
                 self._is_written(node)
                 return
             self._fit_disk(size)
-        path, file_bytes = self._directory.write(node, held)
+        path, file_bytes = self._directory.write(node, content)
         with self._lock:
             if node.is_removed:
                 # Removed, or replaced, while it was written.
@@ -282,7 +282,7 @@ class Tiers:
     def export(self, path: str | os.PathLike[str], nodes: list[Node]) -> int:
         from kvsieve.store.transfer import export
 
-        return export(path, [(node, held) for node in nodes if (held := self.held(node)) is not None])
+        return export(path, [(node, content) for node in nodes if (content := self.content(node)) is not None])
 
     def import_(self, path: str | os.PathLike[str]) -> int:
         from kvsieve.store.transfer import read_nodes

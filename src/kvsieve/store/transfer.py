@@ -10,12 +10,12 @@ from pathlib import Path
 
 from kvsieve.errors import CacheFileError, InputError
 from kvsieve.folders import replacing
+from kvsieve.store.content import StoredCache
 from kvsieve.store.directory import Directory
-from kvsieve.store.held import Held
 from kvsieve.store.node import Node
 
 
-def export(path: str | os.PathLike[str], nodes: Sequence[tuple[Node, Held]]) -> int:
+def export(path: str | os.PathLike[str], nodes: Sequence[tuple[Node, StoredCache]]) -> int:
     """Write nodes to a tar file of saved caches; see PrefixStore.export."""
     target = Path(path)
     if target.exists():
@@ -27,8 +27,8 @@ def export(path: str | os.PathLike[str], nodes: Sequence[tuple[Node, Held]]) -> 
             tarfile.open(fileobj=out, mode="w") as tar,
         ):
             directory = Directory(folder, read_only=True)
-            for node, held in nodes:
-                file, _ = directory.write(node, held)
+            for node, content in nodes:
+                file, _ = directory.write(node, content)
                 tar.add(file, file.name)
                 file.unlink()
     except OSError as error:
@@ -55,11 +55,11 @@ def read_nodes(path: str | os.PathLike[str]) -> Iterator[Node]:
                     while part := file.read(1 << 20):
                         out.write(part)
                 node = directory.node(place)
-                held = None if node is None else directory.read(node)
-                if node is None or held is None:
+                content = None if node is None else directory.read(node)
+                if node is None or content is None:
                     raise CacheFileError(f"{os.fspath(path)!r} holds a damaged node, {name}; use another copy")
                 place.unlink()
-                node.held = held.own()
+                node.content = content.own()
                 node.path = None
                 node.file_bytes = 0
                 yield node

@@ -55,7 +55,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Held:
+class StoredCache:
     """A cache in memory.
 
     Attributes:
@@ -82,14 +82,14 @@ class Held:
         found = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
         return found | {stretch.place: stretch.size for stretch in self.stretches}
 
-    def own(self) -> Held:
+    def own(self) -> StoredCache:
         """Copy it to memory of its own."""
         tensors = {name: _own(part) for name, part in self.tensors.items()}
         stretches = (
             Stretch.of(stretch.start, {name: _own(part) for name, part in stretch.parts.items()})
             for stretch in self.stretches
         )
-        return Held(self.facts, tensors, tuple(stretches))
+        return StoredCache(self.facts, tensors, tuple(stretches))
 
     def begins(self, common: int) -> tuple[Stretch, ...]:
         """Return stretches of the first `common` tokens."""
@@ -99,17 +99,17 @@ class Held:
 class Whole(Mapping[str, Tensor]):
     """The tensors of a file; stretches are joined, and token indices created, on access."""
 
-    def __init__(self, held: Held, end: int | None = None) -> None:
-        self._held = held
-        self._stretches = held.stretches if end is None else held.begins(end)
-        parts = held.stretches[0].parts if held.stretches else ()
-        indices = [layer["index"] for layer in held.facts["layers"] if isinstance(layer.get("index"), dict)]
-        self._indices = {index["tensor"]: index["shape"] for index in indices if index["tensor"] not in held.tensors}
-        self._names = [*held.tensors, *parts, *self._indices]
+    def __init__(self, content: StoredCache, end: int | None = None) -> None:
+        self._content = content
+        self._stretches = content.stretches if end is None else content.begins(end)
+        parts = content.stretches[0].parts if content.stretches else ()
+        indices = [layer["index"] for layer in content.facts["layers"] if isinstance(layer.get("index"), dict)]
+        self._indices = {index["tensor"]: index["shape"] for index in indices if index["tensor"] not in content.tensors}
+        self._names = [*content.tensors, *parts, *self._indices]
 
     def __getitem__(self, name: str) -> Tensor:
-        if name in self._held.tensors:
-            return self._held.tensors[name]
+        if name in self._content.tensors:
+            return self._content.tensors[name]
         if name in self._indices:
             batch, heads, size = self._indices[name]
             end = self._stretches[-1].end if self._stretches else size
@@ -141,7 +141,9 @@ def split(facts: dict[str, Any], tensors: dict[str, Tensor], seen: int) -> dict[
     return entries
 
 
-def hold(cache: SieveCache, device: torch.device, known: tuple[Stretch, ...], *, certain: bool = False) -> Held:
+def copied_content(
+    cache: SieveCache, device: torch.device, known: tuple[Stretch, ...], *, certain: bool = False
+) -> StoredCache:
     """Copy the content of a cache, except entries that equal those in `known` bit for bit.
 
     Args:
@@ -159,7 +161,7 @@ def hold(cache: SieveCache, device: torch.device, known: tuple[Stretch, ...], *,
     if parts and start < cache.num_seen:
         rest = {name: _own(part[:, :, start:]) for name, part in parts.items()}
         stretches = (*known, Stretch.of(start, rest))
-    return Held(facts, {name: _own(part) for name, part in tensors.items()}, stretches)
+    return StoredCache(facts, {name: _own(part) for name, part in tensors.items()}, stretches)
 
 
 def _same(stretch: Stretch, parts: Mapping[str, Tensor]) -> bool:
@@ -174,26 +176,26 @@ def _own(part: Tensor) -> Tensor:
     return copied.copy_(part)
 
 
-def mapped(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Held:
+def mapped(facts: dict[str, Any], tensors: dict[str, Tensor]) -> StoredCache:
     """Return the content of a memory-mapped file."""
     seen = facts["cache"]["Conversation"]["dict"]
     seen = next(value for name, value in seen if name == "num_seen")
     entries = split(facts, tensors, seen)
     stretches = (Stretch.of(0, entries),) if entries else ()
-    return Held(facts, tensors, stretches, mapped=True)
+    return StoredCache(facts, tensors, stretches, mapped=True)
 
 
-def revived(held: Held, model: AttachedModel) -> SieveCache:
+def revived(content: StoredCache, model: AttachedModel) -> SieveCache:
     """Return a cache that continues from all of the content; memory not written in place is shared."""
-    tensors = {name: part.clone() if _WRITTEN.match(name) else part for name, part in Whole(held).items()}
-    return _made(held.facts, tensors, model)
+    tensors = {name: part.clone() if _WRITTEN.match(name) else part for name, part in Whole(content).items()}
+    return _made(content.facts, tensors, model)
 
 
-def beginning(held: Held, model: AttachedModel, tokens: int, finished: bool) -> SieveCache:
+def beginning(content: StoredCache, model: AttachedModel, tokens: int, finished: bool) -> SieveCache:
     """Return a cache of the first tokens of a content with all tokens in all layers.
 
     Args:
-        held: of the same model and plan.
+        content: of the same model and plan.
         model: of the new cache.
         tokens: their number.
         finished: True if they are a complete prompt, not the beginning of one.
@@ -205,13 +207,13 @@ def beginning(held: Held, model: AttachedModel, tokens: int, finished: bool) -> 
         conversation.acted = ((0, tokens),)
         turn.record.prompt_tokens = tokens
     layers = []
-    for layer in held.facts["layers"]:
+    for layer in content.facts["layers"]:
         changed = {name: _cut(part, tokens) for name, part in layer.items()}
         if "num_seen" in changed:
             changed |= {"num_seen": tokens, "lengths": {"tuple": [tokens]}}
         layers.append(changed | ({"view": None} if "view" in layer else {}))
     facts = {"cache": Packer(None)(conversation, "cache"), "layers": layers}
-    entries = {name: part for name, part in Whole(held, tokens).items() if name not in held.tensors}
+    entries = {name: part for name, part in Whole(content, tokens).items() if name not in content.tensors}
     return _made(facts, entries, model)
 
 
