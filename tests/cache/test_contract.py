@@ -68,7 +68,7 @@ class Told:
                         self.rows[row][head].append((column, int(number[row, head, at])))
         self.fed += new
         if settles and isinstance(self.store, PackedStore):
-            self.store.settle(ends_prompt=ends_prompt)
+            self.store.quantize_tail(ends_prompt=ends_prompt)
 
     def take_back(self, counts: list[int]) -> None:
         """Take back the last `counts` tokens of each row."""

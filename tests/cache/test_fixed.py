@@ -86,7 +86,7 @@ def test_tokens_written_and_read_at_fixed_places(name, kind):
         plain.append(key, value, torch.tensor([[token]]))
         wanted = packed_attention(query, plain, scale=0.3, terms=terms, kernel=False)
         torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-5)
-        store.settle(), plain.settle()
+        store.quantize_tail(), plain.quantize_tail()
         assert store.lengths == plain.lengths and store.next_slot == plain.next_slot
     for one, other in ((store.index, plain.index), (store.keys, plain.keys), (store.values, plain.values)):
         assert torch.equal(one, other)
@@ -105,7 +105,7 @@ def test_a_copy_of_the_store_is_not_written_to():
             recorded = Recorded(store, token)
         recorded.run(torch.randn(BATCH, HEADS, 1, DIM), *torch.randn(2, BATCH, HEADS, 1, DIM), None)
         store.advance_host_length()
-        store.settle()
+        store.quantize_tail()
     assert torch.equal(taken.keys, before) and addresses(taken) == held
     # The exact entries moved to buffers of their own, which the next block then found again.
     assert addresses(store)[0] != held[0] and len(store.bodies[0].table[0]) > len(taken.bodies[0].table[0])
@@ -119,5 +119,5 @@ def test_what_no_longer_fits_is_told():
         assert fixed.is_current(store) == (store.bodies[0].table is table)
         assert fixed.fits(store) == (store.bodies[0].table.shape[1] <= table.shape[1] + 2)
         store.append(*torch.randn(2, BATCH, HEADS, 1, DIM), torch.tensor([[token]]))
-        store.settle()
+        store.quantize_tail()
     assert not fixed.fits(store)

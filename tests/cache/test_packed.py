@@ -33,7 +33,7 @@ def append(store: PackedStore, new: int, valid=None) -> tuple[torch.Tensor, torc
     keys, values = torch.randn(2, len(store.lengths), HEADS, new, DIM)
     first = int(store.index.max()) + 1
     store.append(keys, values, torch.arange(first, first + new)[None], valid)
-    store.settle()
+    store.quantize_tail()
     return keys, values
 
 
@@ -120,7 +120,7 @@ def test_a_padded_row_is_encoded_when_it_would_be_alone(codec):
             new = torch.randn(2, 2, HEADS, 1, DIM) + 3
             for store, rows, begin in ((both, slice(None), 0), (alone, slice(1), pad)):
                 store.append(*new[:, rows], torch.tensor([[300 + step - begin]]))
-                store.settle()
+                store.quantize_tail()
             mine = both.valid[0, 0]
             for ours, theirs in ((both.keys, alone.keys), (both.values, alone.values)):
                 torch.testing.assert_close(ours[0][:, mine], theirs[0], atol=1e-6, rtol=0)

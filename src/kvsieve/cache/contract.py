@@ -141,8 +141,8 @@ class LayerMemory(ABC):
             reserve: tokens to leave room for when the buffers must grow.
         """
 
-    def may_settle(self, tokens: int) -> bool:
-        """Tell whether entries may be encoded while up to `tokens` further tokens are stored."""
+    def may_quantize(self, tokens: int) -> bool:
+        """Return True if entries may be encoded while up to `tokens` further tokens are stored."""
         return False
 
     @property

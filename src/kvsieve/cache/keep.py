@@ -47,7 +47,7 @@ def encode(
         The new store and view.
     """
     if isinstance(store, PackedStore):
-        store.settle(ends_prompt=ends_prompt)
+        store.quantize_tail(ends_prompt=ends_prompt)
         return store, view
     stored = max(store.lengths, default=0)
     least = codec.block // (2 if ends_prompt else 1)

@@ -13,8 +13,8 @@ from kvsieve.cache.body import Body
 from kvsieve.cache.contract import LayerMemory, View
 from kvsieve.cache.encoded_rows import EncodedRows
 from kvsieve.cache.packed_parts import PackedParts
+from kvsieve.cache.quantize import quantize_tail
 from kvsieve.cache.reduce import reduce, selected, set_aside
-from kvsieve.cache.settle import settle
 from kvsieve.cache.store import DenseStore
 from kvsieve.cache.tensors import storage_bytes
 from kvsieve.core.kv_rows import SlotRows
@@ -38,9 +38,9 @@ class PackedStore(PackedParts):
 
     @classmethod
     def build(cls, store: LayerMemory, codec: Codec, *, ends_prompt: bool = False) -> PackedStore:
-        """Encode a store's entries; the store becomes unusable. ends_prompt: as in `settle`."""
+        """Encode a store's entries; the store becomes unusable. ends_prompt: as in `quantize_tail`."""
         out = cls(codec, store)
-        out.settle(ends_prompt=ends_prompt)
+        out.quantize_tail(ends_prompt=ends_prompt)
         return out
 
     def append(
@@ -52,7 +52,7 @@ class PackedStore(PackedParts):
         counts: tuple[int, ...] | None = None,
         reserve: int = 0,
     ) -> None:
-        """Append new entries, exact until `settle`."""
+        """Append new entries, exact until `quantize_tail`."""
         if valid is not None:
             self.derived = {}
         before = self.exact.lengths
@@ -61,15 +61,15 @@ class PackedStore(PackedParts):
         added = (now - then for now, then in zip(self.exact.lengths, before, strict=True))
         self.lengths = tuple(old + new for old, new in zip(self.lengths, added, strict=True))
 
-    def settle(self, *, ends_prompt: bool = False) -> None:
+    def quantize_tail(self, *, ends_prompt: bool = False) -> None:
         """Encode the oldest exact entries of each KV head in whole blocks, keeping enough of the newest.
 
         ends_prompt: the last blocks may be partly filled.
         """
         if self.codec is not None:
-            settle(self, self.codec, ends_prompt=ends_prompt)
+            quantize_tail(self, self.codec, ends_prompt=ends_prompt)
 
-    def may_settle(self, tokens: int) -> bool:
+    def may_quantize(self, tokens: int) -> bool:
         stored = self.exact.size + tokens
         return self.codec is not None and stored - self.first > self.codec.block and stored >= self.due
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvsieve.planning.roles import Codec
 
 
-def settle(store: PackedParts, codec: Codec, *, ends_prompt: bool) -> None:
+def quantize_tail(store: PackedParts, codec: Codec, *, ends_prompt: bool) -> None:
     """Encode the oldest exact entries of each KV head, keeping enough of the newest.
 
     ends_prompt: blocks need not be full, so that little more than the newest stays exact; they are filled evenly.

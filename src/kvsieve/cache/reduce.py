@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvsieve.cache.quantize import blocks_of, narrow
 from kvsieve.cache.regroup import keep_entries
-from kvsieve.cache.settle import blocks_of, narrow
 from kvsieve.errors import UnsupportedOptionError
 from kvsieve.types import Selection
 

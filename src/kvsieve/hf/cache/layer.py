@@ -134,13 +134,13 @@ class StoreLayer(CacheLayerMixin, AnyLayer):
             self.store.reorder(rows)
 
 
-def _repeats(staged: Tensor, given: Tensor) -> int:
-    """Return the number of times `given` repeats all heads of `staged`, 0 if it is something else."""
-    if given is staged:
+def _repeats(staged: Tensor, repeated: Tensor) -> int:
+    """Return the number of times `repeated` repeats all heads of `staged`, 0 if it is something else."""
+    if repeated is staged:
         return 1
-    repeats, rest = divmod(given.shape[1], staged.shape[1])
-    same = not rest and repeats > 1 and given.shape == (len(staged), repeats * staged.shape[1], *staged.shape[2:])
-    return repeats if same and torch.equal(given, staged.repeat(1, repeats, 1, 1)) else 0
+    repeats, rest = divmod(repeated.shape[1], staged.shape[1])
+    same = not rest and repeats > 1 and repeated.shape == (len(staged), repeats * staged.shape[1], *staged.shape[2:])
+    return repeats if same and torch.equal(repeated, staged.repeat(1, repeats, 1, 1)) else 0
 
 
 class SieveLayer(StoreLayer):
@@ -166,7 +166,7 @@ class SieveLayer(StoreLayer):
         """Return True if entries may be encoded while up to `tokens` further tokens are stored."""
         store = self.store
         if store.is_encoded:
-            return store.may_settle(tokens)
+            return store.may_quantize(tokens)
         stored = max(store.lengths, default=0)
         return any(length >= codec.newest(length) + codec.block for length in range(stored + 1, stored + tokens + 1))
 
