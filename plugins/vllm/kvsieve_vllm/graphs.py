@@ -111,13 +111,13 @@ def install() -> None:
 
 def _prompts_aside(determine: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(determine)
-    def determined(self: Any, *args: Any, **given: Any) -> Any:
-        free = given.get("force_uniform_decode") is None
+    def determined(self: Any, *args: Any, **options: Any) -> Any:
+        free = options.get("force_uniform_decode") is None
         if free and EngineOptions.given(self.vllm_config.additional_config) is not None:
-            number = given["num_reqs"]
+            number = options["num_reqs"]
             batch = self.input_batch
             if (batch.num_computed_tokens_cpu[:number] < batch.num_prompt_tokens[:number]).any():
-                given["force_uniform_decode"] = False
-        return determine(self, *args, **given)
+                options["force_uniform_decode"] = False
+        return determine(self, *args, **options)
 
     return determined

@@ -226,7 +226,7 @@ def run_bench(
             model=model,
             limits=limits,
             filler=tokenizer.pad_token_id or 0,
-            tell=lambda part, length=length: say(f"{length} tokens: {part}"),  # type: ignore[misc]
+            progress=lambda part, length=length: say(f"{length} tokens: {part}"),  # type: ignore[misc]
         ):
             report["lengths"][str(length)] = entry
             _keep(report, out)

@@ -49,13 +49,13 @@ def demo_command(
     check_dtype(dtype)
     if not 200 <= tokens <= 8000:
         raise InputError(f"--tokens must be from 200 to 8000, got {tokens}")
-    tell = say if as_json else show
+    write = say if as_json else show
     runs = demo_runs()
     model, tokenizer = load_model(None, dtype)
     document = build_document(tokenizer, tokens, depth)
     prompt = encode(tokenizer, TextPrompt(f"{document}\n\n{QUESTION}"))
-    tell(f"{run_title(model)} reads {prompt.ids.shape[1]} tokens of Python's help texts with one fact at {depth:.0%}.")
-    tell(f"Question: {QUESTION}  (expected: {CODE})")
+    write(f"{run_title(model)} reads {prompt.ids.shape[1]} tokens of Python's help texts with one fact at {depth:.0%}.")
+    write(f"Question: {QUESTION}  (expected: {CODE})")
     results = run_methods(model, tokenizer, prompt, runs, Generation(CHUNK, MAX_NEW_TOKENS))
     for result in results:
         result["correct"] = CODE in result["answer"]

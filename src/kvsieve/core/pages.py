@@ -52,7 +52,7 @@ class PageTable:
 
         Args:
             at: int64 [X, k], half * D + channel.
-            size: entries whose pages are copied; None for all.
+            size: entries with pages to copy; None for all.
 
         Returns:
             [X, k, pages].

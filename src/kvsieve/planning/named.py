@@ -81,11 +81,11 @@ def plan(
     return result
 
 
-def _as_in_paper(info: MethodInfo, given: Mapping[str, Any]) -> Plan:
+def _as_in_paper(info: MethodInfo, arguments: Mapping[str, Any]) -> Plan:
     """Return the plan of a method, and of its base if it has one, with the papers' parameters unless given."""
-    values = as_in_paper(info, given)
+    values = as_in_paper(info, arguments)
     inner = {name.removeprefix("base."): value for name, value in values.items() if name.startswith("base.")}
-    result = plan_of(info, {**{name: value for name, value in values.items() if "." not in name}, **given})
+    result = plan_of(info, {**{name: value for name, value in values.items() if "." not in name}, **arguments})
     if not inner or not isinstance(result.evict, DelegatingEvictor):
         return result
     ranking: Evictor = dataclasses.replace(result.evict.base, **inner)  # type: ignore[type-var]
@@ -111,14 +111,14 @@ def plan_without_floor(method: str, **parameters: Any) -> Plan:
     return plan(method, **{**({"floor": 0} if method_info(method).takes_floor else {}), **parameters})
 
 
-def _with_floor(info: MethodInfo, given: Mapping[str, Any], usual: int) -> dict[str, Any]:
+def _with_floor(info: MethodInfo, arguments: Mapping[str, Any], usual: int) -> dict[str, Any]:
     """Return parameters with a floor of shares: the given one, alone or in a budget, else the usual one; 0 is dropped.
 
     Raises:
         PlanError: the floor is no number of entries.
     """
-    floor = given.get("floor")
-    rest = {name: value for name, value in given.items() if name != "floor"}
+    floor = arguments.get("floor")
+    rest = {name: value for name, value in arguments.items() if name != "floor"}
     if floor is None and any(map(has_floor, rest.values())):
         return rest
     if floor is None:

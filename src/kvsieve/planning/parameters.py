@@ -28,12 +28,12 @@ _WORDS: dict[Any, str] = {
 class Checked:
     """Base of role classes, which are dataclasses: checks the arguments first."""
 
-    def __new__(cls, *args: Any, **given: Any) -> Self:
-        check_kinds(cls.__name__, cls, given)
+    def __new__(cls, *args: Any, **arguments: Any) -> Self:
+        check_kinds(cls.__name__, cls, arguments)
         return super().__new__(cls)
 
 
-def check_kinds(owner: str, annotated: Any, given: Mapping[str, Any]) -> None:
+def check_kinds(owner: str, annotated: Any, arguments: Mapping[str, Any]) -> None:
     """Check arguments against annotations.
 
     Annotations of int, float, bool, str, None and Literal are checked; others (budgets, lists, roles) are checked where
@@ -42,13 +42,13 @@ def check_kinds(owner: str, annotated: Any, given: Mapping[str, Any]) -> None:
     Args:
         owner: the callee, for the message.
         annotated: the function or class with the annotations.
-        given: the arguments, by name.
+        arguments: by name.
 
     Raises:
         PlanError: a value does not match its annotation.
     """
     kinds = _kinds(annotated)
-    for name, value in given.items():
+    for name, value in arguments.items():
         allowed = kinds.get(name)
         if allowed is None or any(_fits(value, kind) for kind in allowed):
             continue

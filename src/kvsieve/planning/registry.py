@@ -169,7 +169,7 @@ def register_method(
         phase: when it acts, e.g. "end of prompt".
         query_aware: its choice depends on the end of the prompt.
         summary: a line for tables. Default: the first line of the docstring.
-        budget: default of the parameter `budget`, of a class whose field has none.
+        budget: default of the parameter `budget` if the class's field has none.
         rarely: `example`, `derive` and `part`; see MethodInfo.
 
     Raises:
@@ -213,8 +213,8 @@ def _maker(kind: type[Any], budget: Budget | str | float | None) -> Callable[...
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     names = [*(name for name in fields if name not in _SHARED), *(name for name in _SHARED if name in fields)]
 
-    def make(**given: Any) -> Plan:
-        part = kind(**{**fixed, **given})
+    def make(**arguments: Any) -> Plan:
+        part = kind(**{**fixed, **arguments})
         return part.plan() if role is None else Plan(**{role: part})
 
     parameters = []
@@ -263,15 +263,15 @@ def method_info(name: str) -> MethodInfo:
         raise unknown_method(name, list_methods()) from None
 
 
-def check_parameters(info: MethodInfo, given: Mapping[str, Any]) -> None:
+def check_parameters(info: MethodInfo, arguments: Mapping[str, Any]) -> None:
     """Raise PlanError with a suggestion for an unknown parameter, or a wrong kind of value."""
-    check_names(info.name, info.parameters, given)
-    check_kinds(info.name, info.make, given)
+    check_names(info.name, info.parameters, arguments)
+    check_kinds(info.name, info.make, arguments)
 
 
-def check_complete(info: MethodInfo, given: Mapping[str, Any]) -> None:
+def check_complete(info: MethodInfo, arguments: Mapping[str, Any]) -> None:
     """Raise PlanError for a missing required parameter."""
     for name, default in info.parameters.items():
-        if default is inspect.Parameter.empty and name not in given:
+        if default is inspect.Parameter.empty and name not in arguments:
             example = ", ".join(f"{parameter}={value!r}" for parameter, value in info.example.items())
             raise PlanError(f"{info.name} needs {name}=, e.g. plan({info.name!r}, {example})")

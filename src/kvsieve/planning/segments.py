@@ -170,16 +170,16 @@ def _inside(span: Span, numbers: Tensor, row: int, name: str) -> Tensor:
     return (numbers >= start) & (numbers < end)
 
 
-def _per_row(given: Any, batch: int, is_one: Callable[[Any], bool], name: str, example: str) -> list[list[Any]]:
+def _per_row(value: Any, batch: int, is_one: Callable[[Any], bool], name: str, example: str) -> list[list[Any]]:
     """Return a list for each row, from one for all or one per row."""
-    if isinstance(given, (list, tuple)):
-        if all(is_one(part) for part in given):
-            return [list(given)] * batch
-        if all(isinstance(part, (list, tuple)) and all(is_one(one) for one in part) for part in given):
-            if len(given) != batch:
-                raise InputError(f"{name} has lists for {len(given)} rows, the prompt has {batch}: give one per row")
-            return [list(part) for part in given]
-    raise InputError(f"{name} is a list like {example}, or one such list per row; got {short(given)}")
+    if isinstance(value, (list, tuple)):
+        if all(is_one(part) for part in value):
+            return [list(value)] * batch
+        if all(isinstance(part, (list, tuple)) and all(is_one(one) for one in part) for part in value):
+            if len(value) != batch:
+                raise InputError(f"{name} has lists for {len(value)} rows, the prompt has {batch}: give one per row")
+            return [list(part) for part in value]
+    raise InputError(f"{name} is a list like {example}, or one such list per row; got {short(value)}")
 
 
 def _is_whole(value: Any) -> bool:

@@ -34,18 +34,18 @@ def settled(plan: Plan, model: Any, tokenizer: Any) -> Plan:
         return plan
     shape = model if isinstance(model, Fingerprint) else Fingerprint.of(model)
     info = method_info(unset.method)
-    given = unset.given
-    before = plan_of(info, given)
-    after = _on_model(info, given, shape, digits_per_token(tokenizer))
+    arguments = unset.given
+    before = plan_of(info, arguments)
+    after = _on_model(info, arguments, shape, digits_per_token(tokenizer))
     changes = {role: vars(plan)[role] for role in ROLES if vars(plan)[role] != vars(before)[role]}
     parts = [part for source in (plan, after) if source.filled is not None for part in source.filled.parts]
     filled = SettledParameters(tuple(parts)) if parts else None
     return dataclasses.replace(after, **changes, name=plan.name, filled=filled)
 
 
-def plan_of(info: MethodInfo, given: Mapping[str, Any]) -> Plan:
+def plan_of(info: MethodInfo, arguments: Mapping[str, Any]) -> Plan:
     """Return the plan of a method with its own defaults for parameters neither given nor in a given profile."""
-    parameters, profile = profiled(info, given)
+    parameters, profile = profiled(info, arguments)
     check_complete(info, parameters)
     shared = {name: parameters.pop(name) for name in info.shared_options if name in parameters}
     floor = parameters.get("floor")
@@ -79,8 +79,8 @@ def settled_role(role: Role, model: Any, tokenizer: Any = None) -> Plan:
         return plan
     own = vars(role)
     usual = {field.name: field.default for field in dataclasses.fields(kind)}
-    given = {name: own[name] for name in info.parameters if name in usual and own[name] != usual[name]}
-    came = _on_model(info, given, Fingerprint.of(model), digits_per_token(tokenizer))
+    arguments = {name: own[name] for name in info.parameters if name in usual and own[name] != usual[name]}
+    came = _on_model(info, arguments, Fingerprint.of(model), digits_per_token(tokenizer))
     inherited = inherited_fields(type(role), kind)
     parts = [(where, {name: value for name, value in values.items() if name in inherited})
              for where, values in (came.filled.parts if came.filled is not None else ())]  # fmt: skip
@@ -89,49 +89,56 @@ def settled_role(role: Role, model: Any, tokenizer: Any = None) -> Plan:
     return dataclasses.replace(plan, **roles, filled=filled if filled.parts else None)
 
 
-def all_parameters(method: str, given: Mapping[str, Any], filled: SettledParameters | None = None) -> dict[str, Any]:
-    """Return every parameter of `plan(method, **given)`, JSON-ready: given, from its profile, or its default.
+def all_parameters(
+    method: str, arguments: Mapping[str, Any], filled: SettledParameters | None = None
+) -> dict[str, Any]:
+    """Return every parameter of `plan(method, **arguments)`, JSON-ready: given, from its profile, or its default.
 
     filled: parameters filled in by attaching (`sieve.plan.filled`).
     """
     info = method_info(method)
     came = {} if filled is None else filled.values
-    paper = given.get("paper", False)
-    values = {**info.parameters, **(as_in_paper(info, given) if paper else {}), **profiled(info, given)[0], **came}
-    values.update(given)
+    paper = arguments.get("paper", False)
+    values = {
+        **info.parameters,
+        **(as_in_paper(info, arguments) if paper else {}),
+        **profiled(info, arguments)[0],
+        **came,
+    }
+    values.update(arguments)
     values.pop("paper", None)
     if "floor" in values and paper:
-        values["floor"] = given.get("floor", 0)
+        values["floor"] = arguments.get("floor", 0)
     if isinstance(values.get("profile"), Profile):
         values["profile"] = values["profile"].name
     written = (Budget, Codec, SparsePrefill)
     return {name: str(value) if isinstance(value, written) else value for name, value in values.items()}
 
 
-def label_parameters(method: str, given: Mapping[str, Any], filled: SettledParameters | None) -> dict[str, Any]:
+def label_parameters(method: str, arguments: Mapping[str, Any], filled: SettledParameters | None) -> dict[str, Any]:
     """Return the parameters that label a method's results: the given ones, and those from the model.
 
     Values equal to the method's default are omitted, as are ``paper=True`` and ``floor=0``: they are implied by the
     name.
     """
     info = method_info(method)
-    paper = as_in_paper(info, given) if given.get("paper") else {}
-    named = {name: value for name, value in given.items() if name not in {"paper", *paper}}
+    paper = as_in_paper(info, arguments) if arguments.get("paper") else {}
+    named = {name: value for name, value in arguments.items() if name not in {"paper", *paper}}
     if named.get("floor") == 0:
         del named["floor"]
     for name, value in {**paper, **(filled.values if filled is not None else {})}.items():
         inner = name.removeprefix("base.")
-        owner = info if inner == name else method_info(given.get("base", info.parameters["base"]))
+        owner = info if inner == name else method_info(arguments.get("base", info.parameters["base"]))
         usually = owner.parameters[inner]
         if value != usually and not (name == "tsp_rate" and Budget.parse(value) == Budget.parse(usually)):
             named[name] = value
     return named
 
 
-def as_in_paper(info: MethodInfo, given: Mapping[str, Any]) -> dict[str, Any]:
+def as_in_paper(info: MethodInfo, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters of ``paper=True``, or those given instead; ``base.kernel`` is that of a wrapper's base."""
-    own = {name: given.get(name, value) for name, value in _paper(info).items()}
-    base = {**info.parameters, **given}.get("base")
+    own = {name: arguments.get(name, value) for name, value in _paper(info).items()}
+    base = {**info.parameters, **arguments}.get("base")
     inner = _paper(method_info(base)) if isinstance(base, str) else {}
     return {**own, **{f"base.{name}": value for name, value in inner.items() if name not in info.parameters}}
 
@@ -141,7 +148,7 @@ def _paper(info: MethodInfo) -> dict[str, Any]:
     return info.of_parent(PAPER.get(info.parent or info.name, {}))
 
 
-def _on_model(info: MethodInfo, given: Mapping[str, Any], model: Fingerprint, digits: int) -> Plan:
+def _on_model(info: MethodInfo, arguments: Mapping[str, Any], model: Fingerprint, digits: int) -> Plan:
     """Return the plan of a method with parameters given or filled in from a model; see Plan.for_model."""
     origin = info if info.parent is None else method_info(info.parent)
     derived = info.of_parent(origin.derive(model, digits)) if origin.derive is not None else {}
@@ -150,10 +157,10 @@ def _on_model(info: MethodInfo, given: Mapping[str, Any], model: Fingerprint, di
     where, profile = _profile_for(info, model)
     if profile is not None and info.part is None:
         measured = held_parameters(info, profile) or {}
-    paper = {name: value for name, value in paper.items() if name not in measured and name not in given}
-    measured = {name: value for name, value in measured.items() if name not in given}
-    derived = {name: value for name, value in derived.items() if not {name} & {*given, *measured, *paper}}
-    tokens = Budget.parse(given["budget"]).tokens if given.get("budget") is not None else None
+    paper = {name: value for name, value in paper.items() if name not in measured and name not in arguments}
+    measured = {name: value for name, value in measured.items() if name not in arguments}
+    derived = {name: value for name, value in derived.items() if not {name} & {*arguments, *measured, *paper}}
+    tokens = Budget.parse(arguments["budget"]).tokens if arguments.get("budget") is not None else None
     for values in (derived, paper, measured):
         if tokens is not None and "window" in values:
             # A small budget should not be used up by the window.
@@ -163,9 +170,9 @@ def _on_model(info: MethodInfo, given: Mapping[str, Any], model: Fingerprint, di
         check_parameters(info, measured)
         if profile is not None and info.part is not None:
             measured = {"profile": profile.name}
-            plan = plan_of(info, {**given, "profile": profile})
+            plan = plan_of(info, {**arguments, "profile": profile})
         else:
-            plan = plan_of(info, {**derived, **paper, **measured, **given})
+            plan = plan_of(info, {**derived, **paper, **measured, **arguments})
     except PlanError as error:
         raise PlanError(f"{info.name} with the parameters of {where or _DERIVED}: {error}") from error
     if measured and profile is not None:
@@ -175,7 +182,7 @@ def _on_model(info: MethodInfo, given: Mapping[str, Any], model: Fingerprint, di
         parts.append((f"its paper, for a model of {paper_model(model)}'s shape", paper))
     if derived:
         parts.append((_DERIVED, derived))
-    base = {**info.parameters, **given}.get("base")
+    base = {**info.parameters, **arguments}.get("base")
     if isinstance(base, str) and method_info(base).adapts and isinstance(plan.evict, DelegatingEvictor):
         own = plan.evict.base
         inner = _on_model(method_info(base), {"budget": own.budget}, model, digits)
@@ -210,9 +217,9 @@ def held_parameters(info: MethodInfo, profile: Profile) -> dict[str, Any] | None
     return dict(profile.parameters[info.name]) if info.name in profile.parameters else None
 
 
-def profiled(info: MethodInfo, given: Mapping[str, Any]) -> tuple[dict[str, Any], Profile | None]:
+def profiled(info: MethodInfo, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], Profile | None]:
     """Return the parameters of a call, including a profile's, and the profile."""
-    parameters = dict(given)
+    parameters = dict(arguments)
     source = parameters.pop("profile", None)
     if source is None:
         return parameters, None

@@ -19,9 +19,9 @@ def role_error(name: str, role: str, known: list[str]) -> PlanError:
     return PlanError(f"{name} is no {role}; {role}s are {', '.join(known)}")
 
 
-def check_names(owner: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def check_names(owner: str, known: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
     """Raise PlanError with a suggestion for a parameter unknown to the method `owner`."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name == "compression_ratio" and "budget" in known:
             share = isinstance(value, float) and 0 <= value < 1
             example = f"compression_ratio={value:g} is budget='{100 * (1 - value):g}%'" if share else "budget='20%'"

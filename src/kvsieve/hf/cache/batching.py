@@ -27,14 +27,16 @@ def can_stack(caches: Sequence[SieveCache]) -> bool:
     )
 
 
-def _alike(mine: CacheLayer, theirs: CacheLayer) -> bool:
-    if mine.is_latent or mine.view is not None:
+def _alike(layer: CacheLayer, other: CacheLayer) -> bool:
+    if layer.is_latent or layer.view is not None:
         return False
-    memory = mine.memory
-    others = theirs.memory
-    if memory is None or others is None:
+    memory = layer.memory
+    other_memory = other.memory
+    if memory is None or other_memory is None:
         return True
-    return not any(one.is_empty or one.is_encoded for one in (memory, others)) and memory.heads == others.heads
+    return (
+        not any(one.is_empty or one.is_encoded for one in (memory, other_memory)) and memory.heads == other_memory.heads
+    )
 
 
 def stack(caches: Sequence[SieveCache], reserve: int = 0) -> SieveCache:

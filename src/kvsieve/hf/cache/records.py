@@ -117,7 +117,7 @@ class Turn:
     record: TurnRecord = field(default_factory=TurnRecord)
 
     def resume(self, prompt_end: int, new_tokens: int, acts: bool) -> None:
-        """Continue a prompt whose beginning was prefilled before."""
+        """Continue a prompt with a prefilled beginning."""
         self.prompt_end = prompt_end
         self.new_tokens = new_tokens
         self.acts = acts

@@ -127,15 +127,15 @@ def _watched(model: Any, layers: Any, seen: _Seen) -> Iterator[None]:
             handle.remove()
 
 
-def _shape(model: Any, index: int, kind: LayerKind, held: Any, seen: _Seen) -> LayerShape:
+def _shape(model: Any, index: int, kind: LayerKind, memory: Any, seen: _Seen) -> LayerShape:
     config = text_config(model)
     entered = seen.entered.get(index, [])
     attended = seen.attended.get(index, [])
     if len(entered) != 1:
         raise UnsupportedModelError(f"layer {index} runs {len(entered)} times for each token")
-    keys: Any = getattr(held, "keys", None)
-    values: Any = getattr(held, "values", None)
-    state = [part for name in ("conv_states", "recurrent_states") for part in tensors_in(getattr(held, name, None))]
+    keys: Any = getattr(memory, "keys", None)
+    values: Any = getattr(memory, "values", None)
+    state = [part for name in ("conv_states", "recurrent_states") for part in tensors_in(getattr(memory, name, None))]
     stores = kind.entries not in ("shared", "none")
     if (stores and (keys is None or values is None)) or (kind.state and not state):
         raise UnsupportedModelError(f"layer {index} ({kind.words}) keeps what it remembers outside transformers' cache")

@@ -164,7 +164,7 @@ def methods_for(model: Any) -> list[str]:
 def check_model(model: Any, plan: Plan) -> None:
     """Raise UnsupportedModelError, naming the model, the reason and the way out, unless `plan` can run on `model`.
 
-    Raises PlanError for a plan whose profile was made for another model, or that skips layers it does not have.
+    Raises PlanError for a plan with a profile of another model, or that skips layers it does not have.
     """
     reason = why_unsupported(model, plan)
     if reason is not None:

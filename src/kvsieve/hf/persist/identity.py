@@ -71,27 +71,27 @@ def vocabulary_hash(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()
 
 
-def check_model(path: Any, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
+def check_model(path: Any, saved: dict[str, Any], current: dict[str, Any]) -> None:
     """Raise CacheFileError unless a file was made with this model; see model_identity."""
-    both = f"{path} was made with {_named(theirs)}, this model is {_named(mine)}"
-    shapes = [Fingerprint(**identity["shape"]) for identity in (theirs, mine)]
+    both = f"{path} was made with {_named(saved)}, this model is {_named(current)}"
+    shapes = [Fingerprint(**identity["shape"]) for identity in (saved, current)]
     differ = shapes[0].differences(shapes[1])
-    if differ or theirs["class"] != mine["class"]:
-        found = ", ".join([*([] if theirs["class"] == mine["class"] else ["class"]), *differ])
+    if differ or saved["class"] != current["class"]:
+        found = ", ".join([*([] if saved["class"] == current["class"] else ["class"]), *differ])
         raise CacheFileError(f"{both}; they differ in {found}. Its file: {shapes[0]}; here: {shapes[1]}")
-    found = _differences(theirs["positions"], mine["positions"])
+    found = _differences(saved["positions"], current["positions"])
     if found:
         raise CacheFileError(f"{both}; their configurations differ: {found}")
-    if theirs["dtype"] != mine["dtype"]:
+    if saved["dtype"] != current["dtype"]:
         raise CacheFileError(
-            f"{path} was made with {_named(theirs)} in {theirs['dtype']}, this model is in {mine['dtype']}; load the "
-            f"model in {theirs['dtype']}"
+            f"{path} was made with {_named(saved)} in {saved['dtype']}, this model is in {current['dtype']}; load the "
+            f"model in {saved['dtype']}"
         )
-    adapters = [identity.get("adapters", []) for identity in (theirs, mine)]
+    adapters = [identity.get("adapters", []) for identity in (saved, current)]
     if adapters[0] != adapters[1]:
         before, now = (", ".join(map(repr, names)) or "no adapter" for names in adapters)
         raise CacheFileError(f"{path} was made under {before}, and {now} acts here: switch to what it was made under")
-    if theirs["weights"] != mine["weights"]:
+    if saved["weights"] != current["weights"]:
         raise CacheFileError(
             f"{both}, of the same shape, but with other weights; load the checkpoint that the cache was made with"
         )
@@ -102,14 +102,14 @@ def _named(model: dict[str, Any]) -> str:
     return f"{model['id'] or 'a model without a name'}{revision} ({model['class']})"
 
 
-def check_plan(path: Any, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
+def check_plan(path: Any, saved: dict[str, Any], current: dict[str, Any]) -> None:
     """Raise CacheFileError unless a file was made under this plan; both as Plan.to_dict gives them."""
-    names = [form["name"] for form in (theirs, mine)]
+    names = [form["name"] for form in (saved, current)]
     # Names of plans and profiles do not matter.
-    for form in (theirs, mine):
+    for form in (saved, current):
         form.pop("name")
         form.get("profile", {}).pop("name", None)
-    found = _differences(theirs, mine)
+    found = _differences(saved, current)
     if found:
         raise CacheFileError(
             f"{path} was made under the plan {names[0]!r}, and this one, {names[1]!r}, differs: {found}; attach the "
@@ -117,19 +117,19 @@ def check_plan(path: Any, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
         )
 
 
-def _differences(theirs: Any, mine: Any) -> str:
+def _differences(saved: Any, current: Any) -> str:
     """Return the first few places where two JSON values differ, with the values in the file and here."""
-    found = list(_differing(theirs, mine, ""))
+    found = list(_differing(saved, current, ""))
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return ", ".join(found[:3]) + more
 
 
-def _differing(theirs: Any, mine: Any, where: str) -> Iterator[str]:
-    if isinstance(theirs, dict) and isinstance(mine, dict):
-        for name in sorted(theirs.keys() | mine.keys()):
-            yield from _differing(theirs.get(name), mine.get(name), f"{where}.{name}" if where else name)
-    elif theirs != mine:
-        yield f"{where} is {_short(theirs)} in the file and {_short(mine)} here"
+def _differing(saved: Any, current: Any, where: str) -> Iterator[str]:
+    if isinstance(saved, dict) and isinstance(current, dict):
+        for name in sorted(saved.keys() | current.keys()):
+            yield from _differing(saved.get(name), current.get(name), f"{where}.{name}" if where else name)
+    elif saved != current:
+        yield f"{where} is {_short(saved)} in the file and {_short(current)} here"
 
 
 def _short(value: Any) -> str:

@@ -22,12 +22,12 @@ def check_chunk(chunk: int | None) -> None:
         raise InputError(f"chunk must be a whole number of at least 1 token, or None, got {short(chunk)}")
 
 
-def checked_beginning(model: AttachedModel, given: Any, cache: SieveCache, chunk: int | None, progress: Any) -> Tensor:
+def checked_beginning(model: AttachedModel, prompt: Any, cache: SieveCache, chunk: int | None, progress: Any) -> Tensor:
     """Return the ids int64 [1, N] of the beginning of a prompt, for prefill into a cache.
 
     Raises InputError, CacheStateError or PlanError; see Sieve.begin.
     """
-    ids, _ = prompt_of(given, None)
+    ids, _ = prompt_of(prompt, None)
     mask = whole_mask(model, ids, None, cache)
     if len(ids) != 1 or mask is not None:
         raise InputError(f"the beginning of a prompt is read one row at a time, without padding; got {len(ids)} rows")

@@ -97,10 +97,10 @@ class PromptConstraints:
         return None if protected is None and segments is None else ProtectedTokens(protected, segments, counts)
 
     def _check_plan(
-        self, plan: Plan, held: ProtectedTokens, mask: Tensor | None, shape: torch.Size, question: int
+        self, plan: Plan, protected: ProtectedTokens, mask: Tensor | None, shape: torch.Size, question: int
     ) -> None:
         evictor = plan.evict
-        if held.segments is not None and evictor is not None and not evictor.traits.takes_quotas:
+        if protected.segments is not None and evictor is not None and not evictor.traits.takes_quotas:
             raise InputError(
                 f"quotas= needs an evictor that ranks entries by scores, which {type(evictor).__name__} does not; use "
                 "protect=, or another method"
@@ -109,7 +109,7 @@ class PromptConstraints:
         decodes = evictor is not None and evictor.when.steps is not None
         for width in dict.fromkeys([*parts, *([shape[1]] if decodes else [])]):
             lengths = [width] * shape[0] if mask is None else mask[:, :width].sum(-1).tolist()
-            for row, (length, needed) in enumerate(zip(lengths, held.needed(width), strict=True)):
+            for row, (length, needed) in enumerate(zip(lengths, protected.needed(width), strict=True)):
                 where = f" of row {row}" if shape[0] > 1 else ""
                 read = length
                 if plan.shortens_prompt and plan.propagate is not None and self.reduce:

@@ -17,7 +17,7 @@ from kvsieve.lab.bench.spending import Spending
 from kvsieve.lab.bench.work import Work
 
 Samples = dict[str, list[dict[str, Any]]]
-Tell = Callable[[str], None]
+Progress = Callable[[str], None]
 
 # Of one prompt or of the batch; with a batch, also of its rows one by one.
 METRICS = (
@@ -53,13 +53,13 @@ def run_length(
     model: Any,
     limits: Limits | None = None,
     filler: int = 0,
-    tell: Tell = lambda text: None,
+    progress: Progress = lambda text: None,
 ) -> Iterator[dict[str, Any]]:
     """Measure all contenders on the same prompts: a warm-up round that counts work, then `rounds` timed ones.
 
     rows: prompts of one row each, also measured as one left-padded batch, filled with the token `filler`; or a single
     prompt of any number of rows.
-    limits: None omits limits and counted work. tell: called with progress.
+    limits: None omits limits and counted work. progress: called with a line for each step.
 
     Returns, JSON-ready, `prompt_tokens` per row, `samples` per contender and round, the counted `work`, and the
     `summary` of both.
@@ -67,7 +67,7 @@ def run_length(
     batch = left_padded(rows, filler)
     counted: dict[str, dict[str, Any]] = {}
     for contender in contenders:
-        tell(f"warm-up: {contender.name}")
+        progress(f"warm-up: {contender.name}")
         prompt = batch if contender.pads else rows[0]
         if limits is None or not contender.here:
             contender.run(prompt, new_tokens)
@@ -78,7 +78,7 @@ def run_length(
         first = turn % len(contenders)
         for contender in (*contenders[first:], *contenders[:first]):
             samples[contender.name].append(measure(contender, batch, rows, new_tokens))
-        tell(f"round {turn + 1} of {rounds}")
+        progress(f"round {turn + 1} of {rounds}")
         yield {
             "prompt_tokens": [row.ids.shape[1] for row in rows],
             "samples": samples,

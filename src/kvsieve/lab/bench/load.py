@@ -90,7 +90,7 @@ def load_test(
     lengths: Sequence[int],
     clients: Sequence[int],
     rounds: int,
-    tell: Callable[[str], None],
+    progress: Callable[[str], None],
     warm: int | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Measure a server at each length and number of clients, after one warm-up request; JSON-ready.
@@ -100,7 +100,7 @@ def load_test(
         lengths: tokens per prompt.
         clients: numbers of clients.
         rounds: requests per client.
-        tell: called with the next measurement.
+        progress: called with the next measurement.
         warm: tokens of the warm-up request; None for those of the length measured.
     """
     found: dict[str, Any] = {}
@@ -108,7 +108,7 @@ def load_test(
         test.ask(test.prompt(warm or length))
         found[str(length)] = []
         for count in clients:
-            tell(f"{length} tokens, {count} client{'s' if count > 1 else ''}")
+            progress(f"{length} tokens, {count} client{'s' if count > 1 else ''}")
             found[str(length)].append(test.run(length, count, rounds))
             yield found
 

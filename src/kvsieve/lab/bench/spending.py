@@ -41,8 +41,8 @@ class Spending:
     def start(self) -> None:
         for module in self._model.modules():
             if isinstance(module, nn.Linear):
-                self._handles.append(module.register_forward_pre_hook(lambda *given: self._enter(WEIGHTS)))
-                self._handles.append(module.register_forward_hook(lambda *given: self._leave(), always_call=True))
+                self._handles.append(module.register_forward_pre_hook(lambda *_: self._enter(WEIGHTS)))
+                self._handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
         register()
         self._functions = dict(AttentionInterface().items())
         for name, function in self._functions.items():

@@ -158,11 +158,11 @@ class Parts:
             prompt_ids = reference.ids
             answer = reference.answer[:, :BEGINNING]
 
-            def see(ctx: LayerContext, given: Tensor = prompt_ids, answer: Tensor = answer) -> None:
+            def see(ctx: LayerContext, tokens: Tensor = prompt_ids, answer: Tensor = answer) -> None:
                 if wants_filters:
                     sums.see(ctx)
                 if wants_heads:
-                    scores.see(ctx, given, answer)
+                    scores.see(ctx, tokens, answer)
 
             ids = torch.cat([prompt_ids, answer[:, :-1]], 1)
             hidden, _ = read(self.model, Plan(), ids, see)
@@ -186,12 +186,12 @@ class Parts:
             self.q_filters = numbers([[[round(v, 4) for v in head] for head in layer.tolist()] for layer in filters], 3)
             self._check_filters(filters, held_out)
 
-    def _check_filters(self, made: Sequence[Tensor], held_out: Prompt) -> None:
+    def _check_filters(self, filters: Sequence[Tensor], held_out: Prompt) -> None:
         self._step("checking filters")
         found: dict[int, list[float]] = {}
 
         def see(ctx: LayerContext) -> None:
-            found[ctx.layer_idx] = correlation(ctx, made[ctx.layer_idx])
+            found[ctx.layer_idx] = correlation(ctx, filters[ctx.layer_idx])
 
         read(self.model, Plan(), held_out.ids, see)
         flat = [value for layer in found.values() for value in layer]

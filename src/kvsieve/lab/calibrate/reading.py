@@ -66,6 +66,6 @@ def following(model: Any, cache: SieveCache, answer: Tensor) -> Tensor:
         return model(input_ids=ids, use_cache=True, **{CACHE: cache}).logits.float().log_softmax(-1)
 
 
-def divergence(truth: Tensor, given: Tensor) -> list[float]:
-    """Return mean KL(truth || given) over tokens, per row of `given` [rows, T, V]; both are log-probabilities."""
-    return (truth.exp() * (truth - given)).sum(-1).clamp_min(0).mean(-1).tolist()
+def divergence(truth: Tensor, estimate: Tensor) -> list[float]:
+    """Return mean KL(truth || estimate) over tokens, per row of `estimate` [rows, T, V], both log-probabilities."""
+    return (truth.exp() * (truth - estimate)).sum(-1).clamp_min(0).mean(-1).tolist()

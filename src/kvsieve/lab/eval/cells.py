@@ -47,25 +47,27 @@ class MethodSetting:
         return {**{name: getattr(self, name) for name in names}, **paper}
 
 
-def setting(method: str, given: dict[str, Any]) -> MethodSetting:
-    """Return a setting with shares without a floor unless `given` sets one, so that effects show on short prompts.
+def setting(method: str, arguments: dict[str, Any]) -> MethodSetting:
+    """Return a setting with shares without a floor unless `arguments` set one, so that effects show on short prompts.
 
     Raises PlanError.
     """
-    return _setting(method_info(method).name, given, plan_without_floor(method, **given))
+    return _setting(method_info(method).name, arguments, plan_without_floor(method, **arguments))
 
 
-def _setting(method: str, given: dict[str, Any], made: Plan) -> MethodSetting:
-    shown = all_parameters(method, {"floor": 0, **given}, made.filled)
+def _setting(method: str, arguments: dict[str, Any], plan: Plan) -> MethodSetting:
+    shown = all_parameters(method, {"floor": 0, **arguments}, plan.filled)
     if not shown["floor"]:
         del shown["floor"]
     if "budget" in shown:
         shown["budget"] = str(Budget.parse(shown["budget"]))
     named = " ".join(
-        f"{name}={value}" for name, value in label_parameters(method, given, made.filled).items() if name != "budget"
+        f"{name}={value}"
+        for name, value in label_parameters(method, arguments, plan.filled).items()
+        if name != "budget"
     )
     label = f"{method} {named}".strip()
-    return MethodSetting(method, label, shown.get("budget"), shown, dataclasses.replace(made, name=label), given)
+    return MethodSetting(method, label, shown.get("budget"), shown, dataclasses.replace(plan, name=label), arguments)
 
 
 def settings(methods: Sequence[tuple[str, dict[str, Any]]], budgets: Sequence[str]) -> list[MethodSetting]:

@@ -24,10 +24,10 @@ def texts_of(run: Mapping[str, Any]) -> dict[str, str]:
     return {**generated, **run.get("data", {})}
 
 
-def other_text(held: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
+def other_text(known: Mapping[str, Any], run: Mapping[str, Any]) -> str | None:
     """Return a clause with the first task that has different texts in the two runs, or None."""
-    before = texts_of(held)
-    for task, digest in given.get("data", {}).items():
+    before = texts_of(known)
+    for task, digest in run.get("data", {}).items():
         found = before.get(task, digest)
         if found != digest:
             option = "--data" if is_public(task) else "--task" if task.startswith(PREFIX) else "--haystack"

@@ -161,7 +161,7 @@ def whole_word(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
 def one_of(classes: tuple[str, ...]) -> Score:
     """Return a classification's score: 1 over the number of classes named, if the right one is among them (LongBench).
 
-    A class whose name is only a part of the right one's does not count.
+    A name that is only a part of the right one does not count.
     """
 
     def score(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
