@@ -36,6 +36,25 @@ def test_a_match_that_reaches_the_end_repeats():
     assert drafted([7, 7, 7], most=3) == [7, 7, 7]
 
 
+@pytest.mark.parametrize(
+    ("changed", "follows"),
+    [
+        ([50], [21, 22, 23]),
+        ([50, 51, 21], [22, 23, 24]),
+        ([22], [23, 24, 25]),
+    ],
+    ids=["a token replaced", "tokens added", "tokens left out"],
+)
+def test_a_copy_goes_on_behind_an_edit(changed, follows):
+    original = list(range(10, 30))
+    drafter = LookupDrafter(3)
+    drafter.extend([*original, 99, *range(10, 20)])
+    assert drafter.propose(2) == [20, 21]
+    drafter.extend(changed)
+    assert drafter.propose(3) == follows
+    assert drafter.confidence == 0
+
+
 def longest(tokens, ngram):
     """Length of the longest earlier match of the end, by comparing every place."""
     found = 0

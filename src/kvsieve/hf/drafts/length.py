@@ -13,9 +13,9 @@ _LONGEST_PAUSE = 64
 # Gain in tokens per time below which nothing is drafted.
 _MARGIN = 1.05
 # Estimates to begin with, by class; later classes are surer.
-_PRIORS = (0.35, 0.5, 0.65, 0.8, 0.9, 0.95)
+_PRIORS = (0.5, 0.4, 0.5, 0.65, 0.8, 0.9, 0.95)
 # Class of drafts that cost passes.
-COSTLY = 3
+COSTLY = 4
 
 
 class DraftLength:

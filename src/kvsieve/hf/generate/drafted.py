@@ -98,11 +98,15 @@ class DraftedAnswer:
         with self._opened(steps.ids[:, -1].tolist()):
             while not steps.ended:
                 going = steps.going
+                before = steps.ids.shape[1]
                 logits, drafts, transaction = self._pass(steps, mask, input_ids.shape[1])
-                count = steps.take(logits, drafts)
-                if transaction is not None:
-                    # The last token, and the drafts that were right; the newest token is not fed yet.
-                    transaction.accept(count)
+                try:
+                    steps.take(logits, drafts)
+                finally:
+                    count = steps.ids.shape[1] - before
+                    if transaction is not None:
+                        # The last token, and the drafts that were right; the newest token is not fed yet.
+                        transaction.accept(count)
                 for row in itertools.compress(range(len(going)), going):
                     self._rows[row].took(steps.ids[row, -count:].tolist())
         return steps.output(self._cache)
@@ -204,8 +208,8 @@ class TokenSteps:
         longest = self._criteria.max_length
         return 2**31 if longest is None else int(longest) - self.ids.shape[1]
 
-    def take(self, logits: Tensor, drafts: Sequence[Sequence[int]]) -> int:
-        """Choose tokens by logits [B, 1 + k, V] while drafts are right in every row; return how many."""
+    def take(self, logits: Tensor, drafts: Sequence[Sequence[int]]) -> None:
+        """Choose tokens by logits [B, 1 + k, V] while drafts are right in every row."""
         for at in range(logits.shape[1]):
             chosen = self._choose(logits[:, at])
             right = all(
@@ -214,7 +218,6 @@ class TokenSteps:
             )
             if self.ended or not right:
                 break
-        return at + 1
 
     def _choose(self, logits: Tensor) -> list[int]:
         """Choose the next token of every row by logits [B, V], and return them."""
@@ -302,6 +305,9 @@ def check_drafted(config: GenerationConfig, options: Mapping[str, Any]) -> None:
         "synced_gpus": (bool(options.get("synced_gpus")), "processes would run different numbers of passes"),
         "inputs_embeds": (options.get("inputs_embeds") is not None, "there are no tokens to draft from"),
     }
+    for name, value in options.items():
+        if isinstance(value, Tensor) and name not in ("inputs", "input_ids", "attention_mask"):
+            refused[name] = True, "passes over drafts do not hand it on"
     for name, (asked, reason) in refused.items():
         if asked:
             raise UnsupportedOptionError(
