@@ -7,13 +7,15 @@ import dataclasses
 import pytest
 import torch
 
-from attend import AttentionTerms, asking
-from kvsieve.attention import AttentionRequest, attend
+from attend import AttentionTerms, asking, by
+from kvsieve.attention import AttentionRequest, Reading, ReadRows, attend, executors
 from kvsieve.attention.paged import CompiledReading, why_not_compiled
 from kvsieve.cache import DenseStore, group_rows, keep
 from kvsieve.cache.contract import View
 from kvsieve.core.kv_rows import Choice
 from kvsieve.core.selection import pack_ragged
+from kvsieve.hf.cache.counts import Reads
+from kvsieve.hf.forward.sparse_read import count
 from kvsieve.kernels.cpu import reading as native
 from kvsieve.methods import HSA, ExactTopK, Quest, SparQ
 from kvsieve.methods.readers import Setting
@@ -42,11 +44,11 @@ def dense(length: int, batch: int = 1, valid=None, dtype=torch.float32, dim: int
     return store
 
 
-def another(store) -> None:
+def another(store, new=1) -> None:
     batch, (dim, wide) = len(store.lengths), store.dims
-    index = torch.full((1, 1), max(store.lengths))
+    index = max(store.lengths) + torch.arange(new)[None]
     dtype = store.buffers()[0].dtype
-    store.append(torch.randn(batch, HEADS, 1, dim).to(dtype), torch.randn(batch, HEADS, 1, wide).to(dtype), index)
+    store.append(torch.randn(batch, HEADS, new, dim).to(dtype), torch.randn(batch, HEADS, new, wide).to(dtype), index)
 
 
 def by_torch(reader, grouped, store, query, scale, terms, whole=()):
@@ -94,6 +96,37 @@ def test_every_reader_as_entries_come(name, length):
     reader, setting = READERS[name]
     # Long enough for buffers and tables to be replaced.
     compare(reader, [setting], dense(length), steps=40 if name == "sparq" else 4)
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("ragged", [False, True], ids=["", "ragged"])
+def test_several_tokens_choose_one_after_another(name, ragged):
+    """In C and by torch; some are taken back, and layers that share the entries read them again."""
+    reader, setting = READERS[name]
+    store = dense(90, 2)
+    if ragged:
+        kept = torch.rand(2, HEADS, 90, generator=torch.Generator().manual_seed(3)) < 0.9
+        store = keep(store, pack_ragged(kept), reserve=3)
+    ours, theirs, alone = (group_rows(store, None, [setting] * 2) for _ in range(3))
+    by_c, by_group = (Reading(reader, grouped, (False,) * len(grouped.groups)) for grouped in (ours, theirs))
+    torch.manual_seed(91)
+    for new, taken in ((5, 3), (4, 0), (1, 0), (30, 30), (2, 1)):
+        another(store, new)
+        query = torch.randn(2, HEADS * GROUPS, new, DIM)
+        wanted = []
+        for at in range(new):
+            before = store.share()
+            before.drop_last([new - 1 - at] * 2)
+            wanted.append(by_torch(reader, alone, before, query[:, :, at : at + 1], 0.2, None))
+        for name, reading in (("C, in one call", by_c), ("group by group", by_group)) * 2:
+            request = AttentionRequest(asking(query, 0.2), ReadRows(reading, store))
+            assert executors(request)[0].why_not(request) is None
+            torch.testing.assert_close(by(name, request), torch.cat(wanted, 2), atol=1e-5, rtol=1e-5)
+            for later in range(new)[::-1]:
+                count(reading, store, Reads(), later)
+        store.drop_last([taken] * 2)
+        for grouped in (ours, theirs, alone):
+            assert grouped.drop_last(store)
 
 
 @pytest.mark.parametrize("name", ["quest", "hsa", "sparq"])

@@ -7,7 +7,8 @@ import shutil
 import pytest
 import torch
 
-from attend import AttentionTerms, dense_attention, ragged_attention
+from attend import AttentionTerms, asking, dense_attention
+from kvsieve.attention import AttentionRequest, FlatEntries, attend
 from kvsieve.kernels.cpu import token
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="kernels are compiled, and there is no gcc")
@@ -69,19 +70,39 @@ def test_entries_that_are_hidden(calls, dtype, heads):
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
-def test_entries_of_all_heads_in_one_buffer(calls, dtype):
-    batch, heads, slots = 2, 3, 208
-    keys, values = numbers(2, batch, slots, 64, dtype=dtype)
-    query = numbers(batch, 9, 1, 64, dtype=dtype)
-    owner = torch.arange(slots).expand(batch, -1) * 7 % 5
+@pytest.mark.parametrize("new, groups", [(1, 3), (5, 3), (9, 14)])
+def test_entries_of_all_heads_in_one_buffer(calls, dtype, new, groups):
+    """Of several tokens each sees the entries up to its own."""
+    batch, heads, before = 2, 3, 160
+    used = before + new * heads
+    keys, values = numbers(2, batch, used + 5, 64, dtype=dtype)
+    query = numbers(batch, heads * groups, new, 64, dtype=dtype)
+    slots = torch.arange(used + 5)
+    owner = torch.where(slots < before, slots * 7 % 5, (slots - before) % heads).expand(batch, -1).clone()
+    owner[:, used:] = heads
+    if new > 1:
+        # A token is padding.
+        owner[1, before + heads : before + 2 * heads] = heads
     own = owner[:, None] == torch.arange(heads)[:, None]
-    bias = torch.zeros(batch, heads, slots, dtype=dtype).masked_fill_(~own, torch.finfo(dtype).min)
+    bias = torch.zeros(own.shape, dtype=dtype).masked_fill_(~own, torch.finfo(dtype).min)
     # Nobody's slots may hold anything.
     keys.masked_fill_((owner >= heads)[..., None], float("nan"))
-    found = ragged_attention(query, keys, values, bias, scale=SCALE)
-    every = (part.nan_to_num()[:, None].expand(-1, heads, -1, -1) for part in (keys, values))
-    torch.testing.assert_close(found.double(), softmax_of(query, *every, own), **CLOSE[dtype])
+    entries = FlatEntries(keys, values, bias, used=used, padded=new > 1)
+    found = attend(AttentionRequest(asking(query, SCALE), entries))
+    every = [part.nan_to_num()[:, None].expand(-1, heads, -1, -1) for part in (keys, values)]
+    for at, query_of_one in enumerate(query.split(1, 2)):
+        seen = own & (slots < used - (new - 1 - at) * heads)
+        wanted = softmax_of(query_of_one, *every, seen)
+        torch.testing.assert_close(found[:, :, at : at + 1].double(), wanted, **CLOSE[dtype])
     assert calls == ["ragged_token_attention"]
+
+
+def test_a_token_that_sees_nothing_gets_zeros(calls):
+    keys, values = numbers(2, 1, 8, 16, dtype=torch.float32)
+    bias = torch.full((1, 2, 8), torch.finfo(torch.float32).min)
+    entries = FlatEntries(keys, values, bias, used=8, padded=True)
+    found = attend(AttentionRequest(asking(numbers(1, 4, 3, 16, dtype=torch.float32), SCALE), entries))
+    assert not found.any() and calls == ["ragged_token_attention"]
 
 
 def test_large_logits_are_no_infinities(calls):

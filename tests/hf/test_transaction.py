@@ -14,6 +14,7 @@ from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
 from kvsieve.hf.cache.layer import StoreLayer, WindowLayer
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.forward.request import PassRequest
+from kvsieve.hf.forward.transaction import AnswerSession
 from kvsieve.methods import H2O, AdaKV, SnapKV
 from small import plan_of
 from tiny_models import build
@@ -38,6 +39,8 @@ CASES = {
     "fastkv": ("llama", "fastkv", SMALL),
     "gemfilter": ("llama", "gemfilter", {"budget": 24}),
     "quest": ("llama", "quest", {"budget": 16}),
+    "quest, which begins to choose": ("llama", "quest", {"budget": 52}),
+    "sparq": ("llama", "sparq", {"budget": 16}),
     "exacttopk": ("llama", "exacttopk", {"budget": 16}),
     "rocketkv": ("llama", "rocketkv", {"budget": 20, "window": 4, "kernel": 5}),
     "perturn": ("llama", "perturn", {"budget": 20, "base": "knorm"}),
@@ -138,6 +141,25 @@ def test_tokens_at_once_equal_tokens_one_by_one(case):
                 close(kept(tried, row), kept(plain, row))
             close(one_by_one(sieve, tried, more), one_by_one(sieve, plain, more))
             same_records(tried, plain)
+
+
+ONLY_STORE = ["full", "adakv", "quest", "sparq", "exacttopk", "rocketkv", "perturn", "shared KV, read"]
+
+
+@pytest.mark.parametrize("case", ONLY_STORE)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_layers_that_only_store_attend_at_once(case, dtype, monkeypatch):
+    """In float32 by C, where it is compiled."""
+    family, name, given = CASES[case]
+    model = build(family, dtype=dtype)
+    ids, more = tokens(2, NEW, 5), tokens(2, 2, 6)
+    with kvsieve.attach(model, plan_of(name, model, **given)) as sieve, torch.no_grad():
+        before = read(sieve)
+        wanted = one_by_one(sieve, before.fork(), torch.cat([ids[:, :3], more], 1))
+        monkeypatch.setattr(AnswerSession, "_one_by_one", None)
+        found = feed(sieve, before, ids, tentative=True)
+        found.transaction.accept(3)
+        close(torch.cat([found.logits[:, :3], feed(sieve, before, more).logits], 1), wanted)
 
 
 def same_records(ours, theirs):

@@ -78,6 +78,7 @@ def call_all(dtype: torch.dtype, groups: int, dim: int, value_dim: int) -> None:
     decode_attention(terms, keys, values, length=count, valid=valid)
     bias = torch.zeros(1, heads, length, dtype=dtype)
     ragged_decode(plain, keys[0, :1], values[0, :1], bias)
+    ragged_decode(plain.of(query.expand(-1, -1, 5, -1)), keys[0, :1], values[0, :1], bias, length - 3)
     packed = query.view(heads, groups, dim)
     rows = AttentionQueries(packed, 0.1)
     flat = keys.flatten(0, 2), values.flatten(0, 2)

@@ -12,6 +12,7 @@ import torch
 
 from attend import AttentionTerms, asking, dense_attention, ragged_attention, sparse_attention
 from kvsieve import kernels
+from kvsieve.attention import AttentionRequest, FlatEntries, attend
 from kvsieve.cache import DenseStore, keep
 from kvsieve.core.kv_rows import Choice, DeviceLength, KVRows
 from kvsieve.core.selection import pack_ragged
@@ -83,6 +84,22 @@ def test_heads_of_different_numbers_of_entries(dtype, groups):
     store = keep(full.clone(), pack_ragged(kept))
     ours = ragged_attention(query, *store.flat, scale=0.3)
     close(ours, reference_attention(query, keys, values, scale=0.3, valid=kept))
+
+
+@pytest.mark.parametrize("dtype, groups", [(torch.float32, 3), (torch.bfloat16, 17)], ids=str)
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_several_tokens_over_heads_of_different_numbers_of_entries(dtype, groups):
+    """Each sees the entries up to its own."""
+    query, keys, values = tensors(dtype, groups, heads=3)
+    kept = torch.rand(2, 3, 70) > torch.tensor([0.1, 0.9, 0.97])[:, None]
+    full = DenseStore()
+    full.append(keys[:, :, :70], values[:, :, :70], torch.arange(70)[None])
+    store = keep(full, pack_ragged(kept))
+    store.append(keys[:, :, 70:], values[:, :, 70:], torch.arange(70, 77)[None])
+    query = query.repeat(1, 1, 7, 1) * torch.linspace(0.5, 1.5, 7)[:, None].to(dtype)
+    ours = attend(AttentionRequest(asking(query, 0.3), FlatEntries(*store.flat, used=store.size)))
+    valid = torch.cat([kept, torch.ones(2, 3, 7, dtype=torch.bool)], -1)
+    close(ours, reference_attention(query, keys, values, scale=0.3, valid=valid))
 
 
 def kv_rows_in(keys, values, body, stride):

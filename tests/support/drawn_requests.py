@@ -46,7 +46,7 @@ class Draw:
         self.batch, self.heads, self.groups = (self.dice.choice(sizes) for sizes in ((1, 2), (1, 2, 3), (1, 2, 4)))
         self.dim, self.wide = self.dice.choice(((16, 16), (32, 32), (8, 24)))
         self.length = self.dice.choice((1, 7, 65, 150, 260))
-        sizes = {"token": (1,), "flat": (1,), "encoded": (1, 5)}.get(self.kind, (1, 5, 64, 80))
+        sizes = {"token": (1,), "flat": (1, 5), "encoded": (1, 5)}.get(self.kind, (1, 5, 64, 80))
         self.new = min(self.length, self.dice.choice(sizes))
 
     def random(self, *shape):
@@ -93,12 +93,19 @@ class Draw:
         return DenseEntries(*self.entries(), self.valid(self.dice.choice((1, self.heads)))), None
 
     def flat(self):
-        owner = torch.randint(0, self.heads + 1, (self.batch, self.length + self.heads), generator=self.numbers)
+        before = self.length + self.heads
+        owner = torch.randint(0, self.heads + 1, (self.batch, before), generator=self.numbers)
         owner[:, : self.heads] = torch.arange(self.heads)
-        bias = torch.zeros(self.batch, self.heads, self.length + self.heads, dtype=self.dtype)
+        # The tokens' own entries, and slots that are not in use.
+        own = torch.arange(self.new * self.heads).expand(self.batch, -1) % self.heads
+        owner = torch.cat([owner, own, owner.new_full((self.batch, 3), self.heads)], 1)
+        padded = self.new > 1 and self.dice.random() < 0.3
+        if padded:
+            owner[-1, before + self.heads : before + 2 * self.heads] = self.heads
+        bias = torch.zeros(self.batch, self.heads, owner.shape[1], dtype=self.dtype)
         bias.masked_fill_(owner[:, None] != torch.arange(self.heads)[:, None], torch.finfo(self.dtype).min)
-        shape = self.batch, self.length + self.heads
-        return FlatEntries(self.random(*shape, self.dim), self.random(*shape, self.wide), bias), None
+        keys, values = (self.random(*owner.shape, size) for size in (self.dim, self.wide))
+        return FlatEntries(keys, values, bias, used=before + own.shape[1], padded=padded), None
 
     def encoded(self):
         store = DenseStore()
@@ -147,6 +154,11 @@ class Draw:
 
 def counted(request, out):
     """Output of queries that are no padding, which alone is defined."""
+    stored = request.stored
+    if isinstance(stored, FlatEntries) and stored.padded:
+        heads = stored.bias.shape[1]
+        own = stored.bias[:, 0, stored.used - request.asked.query.shape[2] * heads : stored.used : heads] == 0
+        return out.transpose(1, 2)[own]
     valid = getattr(request.stored, "valid", None)
     new = request.asked.query.shape[2]
     if valid is None or (new == 1 and request.sees is None):

@@ -18,7 +18,7 @@ def why_not_compiled(query: Tensor, store: LayerMemory, recipes: Sequence[PageRe
     """Reason why KV rows of a store are read by torch's operations; None where the compiled call reads them.
 
     Args:
-        query: of the token.
+        query: of the tokens.
         store: holds them.
         recipes: of each group of KV rows that is not read whole; None for a choice that is not described as data.
     """
@@ -67,22 +67,22 @@ class CompiledReading:
         self._where: tuple[int, int, int] | None = None
         # Of each group: its first KV row here, and where its table and its sums lie.
         self._starts = [sum(len(group.row) for group in grouped.groups[:at]) for at in range(len(grouped.groups))]
-        self._tables: list[tuple[int, int, bool] | None] = [None] * len(grouped.groups)
+        self._tables: list[tuple[int, int, int] | None] = [None] * len(grouped.groups)
         self._fill()
 
     def attend(self, asked: AttentionQueries, store: LayerMemory) -> Tensor:
-        """Attend with a token that is stored already: queries [B, Hq, 1, D] -> [B, Hq, 1, Dv]."""
-        batch, query_heads = asked.query.shape[:2]
+        """Attend with the last L stored tokens, each after the one before: queries [B, Hq, L, D] -> [B, Hq, L, Dv]."""
+        batch, query_heads, new = asked.query.shape[:3]
         self._follow(store)
         for at, recipe in enumerate(self.recipes):
             if recipe is not None:
-                self._take_in(at, recipe, store)
+                self._take_in(at, recipe, store, new)
         sinks = asked.sinks
         if sinks is not None:
             sinks = sinks.view(self.grouped.heads, -1).repeat(batch, 1).float().contiguous()
         more = (store.size - self.grouped.stored) // self.grouped.stride
         out = self._job.run(asked.query.contiguous(), more, asked.scale, asked.softcap, sinks)
-        return out.view(batch, query_heads, 1, -1)
+        return out.view(batch, query_heads, new, -1)
 
     def _fill(self) -> None:
         """Fill in the facts that stay fixed during an answer."""
@@ -118,29 +118,36 @@ class CompiledReading:
                     step = store.capacity * buffer.shape[-1] * buffer.element_size()
                     setattr(row_fields, name, buffer.data_ptr() + row * step)
 
-    def _take_in(self, at: int, recipe: PageRecipe, store: LayerMemory) -> None:
-        """Bring the metadata of a group up to all but the newest entry, with room for it."""
+    def _take_in(self, at: int, recipe: PageRecipe, store: LayerMemory, new: int) -> None:
+        """Bring a group's metadata up to the `new` newest entries, which the kernel takes in, and make room."""
         group = self.grouped.groups[at]
         size = self.grouped.entries(store, group)
         table = page_table(group.state, recipe.page)
         mean = value_mean(group.state) if recipe.blend else None
-        take = table.size == size - 1 and (mean is None or mean.size == size - 1)
+        parts = (table,) if mean is None else (table, mean)
+        if new > 1 and max(part.size for part in parts) > size - new:
+            # Others of these tokens are not to be seen yet.
+            group.keep_first(size - new)
+        take = size - table.size
+        behind = mean is not None and mean.size != table.size
+        if behind or not table.size or take > new + recipe.page:
+            kv_rows = self.grouped.kv_rows(store, group, later=new if new > 1 else 0)
+            table.update(kv_rows)
+            if mean is not None:
+                mean.update(kv_rows, torch.float32)
+            take = size - kv_rows.size
         if take:
             table.make_room(size)
-            table.count_in()
-            if mean is not None:
-                mean.count_in()
-        else:
-            kv_rows = self.grouped.kv_rows(store, group)
-            table.update(kv_rows)
-            if mean is not None and mean.size < size:
-                mean.update(kv_rows, torch.float32)
+            if mean is not None and new > 1:
+                mean.remember()
+            for part in parts:
+                part.count_in(take)
         fields = table.buffer.data_ptr(), 0 if mean is None else mean.sum.data_ptr(), take
         if fields != self._tables[at]:
             self._tables[at] = fields
             self._address(at, table.buffer, None if mean is None else mean.sum, take)
 
-    def _address(self, at: int, table: Tensor, total: Tensor | None, take: bool) -> None:
+    def _address(self, at: int, table: Tensor, total: Tensor | None, take: int) -> None:
         step = table.stride(0) * table.element_size()
         for number in range(len(self.grouped.groups[at].row)):
             row = self._job.rows[self._starts[at] + number]

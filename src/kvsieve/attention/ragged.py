@@ -1,4 +1,4 @@
-"""Attention of one new token over entries that heads keep in different numbers."""
+"""Attention of new tokens over entries that heads keep in different numbers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from torch import Tensor
 from kvsieve import kernels
 from kvsieve.attention.blocked import single_query_attention
 from kvsieve.attention.request import AttentionRequest, Executor, FlatEntries, why_not_plain
+from kvsieve.kernels.cpu import prompt as few
 from kvsieve.kernels.cpu import token as native
 from kvsieve.kernels.cpu.cores import asked_threads
+from kvsieve.types import AttentionQueries
 
 # Slots below which a part of its own is not worth a thread.
 _LEAST = 256
@@ -26,7 +28,30 @@ def _why_not_triton(request: _Request) -> str | None:
 def _triton(request: _Request) -> Tensor:
     asked = request.asked
     stored = request.stored
-    return kernels.ragged_decode(asked, stored.keys, stored.values, stored.bias)
+    return kernels.ragged_decode(asked, stored.keys, stored.values, stored.bias, stored.used)
+
+
+def _why_not_few(request: _Request) -> str | None:
+    query = request.asked.query
+    stored = request.stored
+    if query.shape[2] == 1:
+        return "it is for several tokens"
+    if stored.padded:
+        return "some tokens are padding"
+    if torch.is_grad_enabled() and query.requires_grad:
+        return "a gradient is wanted"
+    return few.why_not_few(query, *_used(stored)[:2], request.asked.scale)
+
+
+def _few(request: _Request) -> Tensor:
+    return few.few_attention(request.asked, *_used(request.stored))
+
+
+def _used(stored: FlatEntries) -> tuple[Tensor, Tensor, Tensor]:
+    """Return keys and values of the slots in use as all heads see them, [B, H, N, ...], and the bias there."""
+    heads = stored.bias.shape[1]
+    keys, values = (part[:, None, : stored.used].expand(-1, heads, -1, -1) for part in (stored.keys, stored.values))
+    return keys, values, stored.bias[:, :, : stored.used]
 
 
 def _why_not_c(request: _Request) -> str | None:
@@ -42,21 +67,25 @@ def _why_not_c(request: _Request) -> str | None:
 def _c(request: _Request) -> Tensor:
     asked = request.asked
     stored = request.stored
-    return native.ragged_token_attention(asked.query, stored.keys, stored.values, stored.bias, scale=asked.scale)
+    return native.ragged_token_attention(
+        asked.query, stored.keys, stored.values, stored.bias, scale=asked.scale, used=stored.used
+    )
 
 
 def _products(request: _Request) -> Tensor:
+    """Attend with a row of products for each token."""
     asked = request.asked
     stored = request.stored
-    own = (stored.bias == 0).repeat_interleave(asked.query.shape[1] // stored.bias.shape[1], 1)[:, None]
-    rows = asked.of(asked.query.transpose(1, 2))
-    keys = stored.keys[:, None]
-    values = stored.values[:, None]
-    return single_query_attention(rows, keys, values, own).transpose(1, 2)
+    query = asked.query.transpose(1, 2)
+    new, query_heads = query.shape[1:3]
+    own = stored.shown(new).repeat_interleave(query_heads // stored.bias.shape[1], 1).transpose(1, 2)
+    sinks = None if asked.sinks is None else asked.sinks.repeat(new)
+    rows = AttentionQueries(query, asked.scale, asked.softcap, sinks)
+    return single_query_attention(rows, stored.keys[:, None], stored.values[:, None], own).transpose(1, 2)
 
 
 def _torch(request: _Request) -> Tensor:
-    """Attend by one call for all heads.
+    """Attend by one call for all heads and tokens.
 
     A head's queries meet the other heads' entries too and are masked there, which costs arithmetic that decoding
     has to spare, and reads every key and value once. torch gives such a call one thread per row, so on a CPU the buffer
@@ -65,13 +94,16 @@ def _torch(request: _Request) -> Tensor:
     stored = request.stored
     query = request.asked.query
     scale = request.asked.scale
-    batch, query_heads, _, dim = query.shape
+    batch, query_heads, new, dim = query.shape
     heads, slots = stored.bias.shape[1:]
     threads = asked_threads() if stored.foreseen is None else stored.foreseen.threads
     parts = _parts(batch, slots, threads) if query.device.type == "cpu" and dim == stored.values.shape[-1] else 1
-    packed = query.reshape(batch, 1, query_heads, dim).expand(-1, parts, -1, -1)
+    packed = query.reshape(batch, 1, query_heads * new, dim).expand(-1, parts, -1, -1)
     keys, values = (part.unflatten(1, (parts, -1)) for part in (stored.keys, stored.values))
-    mask = stored.bias.unflatten(2, (parts, -1)).transpose(1, 2).repeat_interleave(query_heads // heads, 2)
+    bias = stored.bias[:, :, None]
+    if new > 1:
+        bias = bias.masked_fill(~stored.shown(new), torch.finfo(bias.dtype).min)
+    mask = bias.repeat_interleave(query_heads // heads, 1).flatten(1, 2).unflatten(2, (parts, -1)).transpose(1, 2)
     if parts == 1:
         out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
     else:
@@ -79,7 +111,7 @@ def _torch(request: _Request) -> Tensor:
             packed, keys, values, attn_mask=mask, scale=scale
         )
         out = (out * norm.softmax(1)[..., None]).sum(1).to(out.dtype)
-    return out.reshape(batch, query_heads, 1, stored.values.shape[-1])
+    return out.reshape(batch, query_heads, new, stored.values.shape[-1])
 
 
 def _parts(batch: int, slots: int, threads: int) -> int:
@@ -93,6 +125,7 @@ def _parts(batch: int, slots: int, threads: int) -> int:
 
 FLAT = (
     Executor("Triton", _why_not_triton, _triton),
+    Executor("C, few tokens", _why_not_few, _few),
     Executor("C", _why_not_c, _c),
     Executor("products", lambda request: "torch's kernel is faster" if request.asked.is_plain else None, _products),
     Executor("torch", why_not_plain, _torch),

@@ -1,4 +1,4 @@
-"""Attention of a token over the KV rows of a layer, read as the plan's reader chooses, group by group."""
+"""Attention of tokens over the KV rows of a layer, read as the plan's reader chooses for each, group by group."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ReadRows:
 
     Attributes:
         reading: how.
-        store: of the layer, the token's own entry included.
+        store: of the layer, the tokens' own entries included.
         lengths: of each group's KV rows, if only the device knows them; None: those of the store.
     """
 
@@ -97,22 +97,45 @@ def _c(request: _Request) -> Tensor:
 
 
 def _by_groups(request: _Request, attend: Callable[[AttentionRequest[KVRows, Choice | None]], Tensor]) -> Tensor:
-    """Attend by torch's operations, and note the cost of choosing where the host knows the lengths."""
-    reading = request.stored.reading
-    store = request.stored.store
-    lengths = request.stored.lengths
+    """Attend by torch's operations, one token after another."""
+    asked = request.asked
+    new = asked.query.shape[2]
+    if new == 1:
+        return _token_by_groups(asked, request.stored, 0, attend)
+    for group in request.stored.reading.grouped.groups:
+        before = request.stored.reading.grouped.entries(request.stored.store, group) - new
+        # Others of these tokens are not to be seen yet.
+        if group.known > before and not group.keep_first(before):
+            group.state = {}
+    tokens = [asked.part(slice(at, at + 1)) for at in range(new)]
+    return torch.cat([_token_by_groups(one, request.stored, new - 1 - at, attend) for at, one in enumerate(tokens)], 2)
+
+
+def _token_by_groups(
+    asked: AttentionQueries,
+    stored: ReadRows,
+    later: int,
+    attend: Callable[[AttentionRequest[KVRows, Choice | None]], Tensor],
+) -> Tensor:
+    """Attend with one token, and note the cost of choosing where the host knows the lengths.
+
+    later: newest entries, which it does not see.
+    """
+    reading = stored.reading
+    store = stored.store
+    lengths = stored.lengths
     grouped = reading.grouped
     reader = reading.reader
-    queries = request.asked.per_kv_row(grouped.heads)
+    queries = asked.per_kv_row(grouped.heads)
     out: Tensor | None = None
     for at, (group, all_of_it) in enumerate(zip(grouped.groups, reading.whole, strict=True)):
-        kv_rows = grouped.kv_rows(store, group, None if lengths is None else lengths[at])
+        kv_rows = grouped.kv_rows(store, group, None if lengths is None else lengths[at], later)
         own = queries if group.kv_rows is None else queries.at(group.kv_rows)
         choice = None
         if reader is not None and not all_of_it:
             choice = reader.choose(own, kv_rows, group.state, group.setting)
             if lengths is None:
-                group.cost = choice.entries.numel(), choice.metadata_bytes, grouped.entries(store, group)
+                group.cost = choice.entries.numel(), choice.metadata_bytes, kv_rows.size
         elif lengths is None:
             choice = Choice(kv_rows.span(0, kv_rows.size))
         found = attend(AttentionRequest(own, kv_rows, choice))
@@ -122,7 +145,7 @@ def _by_groups(request: _Request, attend: Callable[[AttentionRequest[KVRows, Cho
             out = queries.query.new_empty(*queries.query.shape[:2], found.shape[-1]) if out is None else out
             out[group.kv_rows] = found
     assert out is not None
-    return out.reshape(*request.asked.query.shape[:2], 1, -1)
+    return out.reshape(*asked.query.shape[:2], 1, -1)
 
 
 def read_rows(attend: Callable[[AttentionRequest[Any, Any]], Tensor]) -> tuple[Executor, ...]:

@@ -71,7 +71,7 @@ def _part(stored: object, new: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """
     if isinstance(stored, FlatEntries):
         keys, values = (part[:, None].expand(-1, stored.bias.shape[1], -1, -1) for part in (stored.keys, stored.values))
-        return keys, values, (stored.bias == 0)[:, :, None]
+        return keys, values, stored.shown(new)
     if isinstance(stored, EncodedEntries):
         assert stored.length is None
         stored = DenseEntries(stored.store.keys, stored.store.values, stored.store.valid)

@@ -56,12 +56,32 @@ class FlatEntries:
         values: [B, T, Dv].
         bias: [B, H, T] in the keys' dtype, 0 for a head's own entries and the dtype's least number for the others.
         foreseen: as in DenseEntries.
+        used: slots in use; the last L * H are those of the L tokens, token by token. None: L is 1.
+        padded: some of the tokens may be padding.
     """
 
     keys: Tensor
     values: Tensor
     bias: Tensor
     foreseen: Foreseen | None = None
+    used: int | None = None
+    padded: bool = False
+
+    def shown(self, new: int) -> Tensor:
+        """Return the slots that each of `new` tokens sees: bool [B, H, L, T]."""
+        own = (self.bias == 0)[:, :, None]
+        if new == 1:
+            return own
+        assert self.used is not None
+        heads, slots = self.bias.shape[1:]
+        device = own.device
+        ends = self.used - heads * torch.arange(new - 1, -1, -1, device=device)
+        at = torch.arange(slots, device=device)
+        own = own & (at < ends[:, None])
+        if self.padded:
+            # Padding sees itself.
+            own = own | (at == ends[:, None] - heads + torch.arange(heads, device=device)[:, None, None])
+        return own
 
 
 @dataclass

@@ -60,6 +60,15 @@ class Group:
             self._flat = capacity, body, self.tail + start
         return self._flat[1:]
 
+    def keep_first(self, entries: int) -> bool:
+        """Let the reader's metadata forget all but the first `entries` entries; return False if it cannot."""
+        self.known = min(self.known, entries)
+        for part in self.state.values():
+            if not isinstance(part, TruncatableMetadata):
+                return False
+            part.keep_first(entries)
+        return True
+
     def all_tensors(self) -> Iterator[Tensor]:
         """Yield every tensor of the slot lists and of the reader's metadata."""
         yield from tensors_in((self.kv_rows, self.row, self.body, self.tail, self._flat))
@@ -95,20 +104,16 @@ class RowGroups:
         """Remove the entries that the store has removed; return False if the KV rows must be grouped again."""
         if store.size < self.stored:
             return False
-        for group in self.groups:
-            size = self.entries(store, group)
-            group.known = min(group.known, size)
-            for part in group.state.values():
-                if not isinstance(part, TruncatableMetadata):
-                    return False
-                part.keep_first(size)
-        return True
+        return all(group.keep_first(self.entries(store, group)) for group in self.groups)
 
-    def kv_rows(self, store: LayerMemory, group: Group, length: DeviceLength | None = None) -> KVRows:
-        """Return the current KV rows of a group; with a length on the device, as many entries as there are slots."""
+    def kv_rows(self, store: LayerMemory, group: Group, length: DeviceLength | None = None, later: int = 0) -> KVRows:
+        """Return the current KV rows of a group; with a length on the device, as many entries as there are slots.
+
+        later: newest entries to leave out.
+        """
         keys, values = store.slot_rows()
         body, tail = group.flat(store.capacity)
-        size = self.entries(store, group) if length is None else self.most(store, group)
+        size = self.entries(store, group) - later if length is None else self.most(store, group)
         return KVRows(keys, values, body, tail, self.stride, size, length)
 
     def all_tensors(self) -> Iterator[Tensor]:

@@ -56,6 +56,8 @@ class ValueMean:
     def __init__(self) -> None:
         self.size = 0
         self.sum = torch.zeros(())
+        # The sum at an earlier size, to which tokens are taken back.
+        self._before: tuple[int, Tensor] | None = None
         # Bytes of a number of the values.
         self._item = 0
 
@@ -64,18 +66,27 @@ class ValueMean:
         if kv_rows.length is not None:
             return self.sum.add_(kv_rows.values_at(kv_rows.newest())[:, 0].to(dtype)) / kv_rows.length.count
         self._item = kv_rows.values.element_size()
-        new = kv_rows.values_at(kv_rows.span(self.size, kv_rows.size)).to(dtype).sum(1)
-        self.sum = self.sum.add_(new) if self.size else new
-        self.size = kv_rows.size
+        if self.size < kv_rows.size:
+            new = kv_rows.values_at(kv_rows.span(self.size, kv_rows.size)).to(dtype).sum(1)
+            self.sum = self.sum.add_(new) if self.size else new
+            self.size = kv_rows.size
         return self.sum / self.size
 
-    def count_in(self) -> None:
-        self.size += 1
+    def count_in(self, entries: int) -> None:
+        self.size += entries
+
+    def remember(self) -> None:
+        """Keep the sum as it is, for `keep_first`."""
+        self._before = self.size, self.sum.clone()
 
     def keep_first(self, entries: int) -> None:
-        """Forget all but the first `entries` entries; they are added up again."""
+        """Forget all but the first `entries` entries; those since `remember`, or all, are added again."""
         if entries < self.size:
+            before = self._before
             self.size = 0
+            if before is not None and before[0] <= entries:
+                self.size = before[0]
+                self.sum.copy_(before[1])
 
     def make_room(self, entries: int) -> None:
         pass
@@ -87,7 +98,7 @@ class ValueMean:
         return (self.sum,)
 
     def all_tensors(self) -> tuple[Tensor, ...]:
-        return self.tensors()
+        return self.tensors() if self._before is None else (self.sum, self._before[1])
 
     def update_bytes(self, before: int, after: int) -> int:
         return self.sum.numel() * (after - before) * self._item

@@ -112,9 +112,9 @@ class PageTable:
         assert self._table is not None
         return self._table
 
-    def count_in(self) -> None:
-        """Count an entry that was added to the buffer in place."""
-        self.size += 1
+    def count_in(self, entries: int) -> None:
+        """Count entries that are added to the buffer in place."""
+        self.size += entries
 
     @staticmethod
     def _count(kv_rows: KVRows) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Attention of one new token per row, split along the entries and merged by log-sum-exp.
+"""Attention of new tokens, split along the entries and merged by log-sum-exp.
 
 One kernel serves dense stores, heads with different numbers of entries, views, and entries chosen by a reader. It works
 on KV rows (core.kv_rows): a KV head of a batch row with its G query heads or, where heads share a flat buffer, a batch
@@ -35,6 +35,7 @@ class Entries:
         body: as in `core.kv_rows.KVRows`; None if no slots are listed.
         tail: as in `core.kv_rows.KVRows`; None for 0.
         stride: slots from one entry to the next.
+        apart: entries that each query of a KV row sees more than the one before it; the last sees all.
     """
 
     count: Tensor | int
@@ -43,6 +44,7 @@ class Entries:
     body: Tensor | None = None
     tail: Tensor | None = None
     stride: int = 1
+    apart: int = 0
 
 
 def decode_attention(
@@ -73,24 +75,28 @@ def decode_attention(
     return out.view(batch, query.shape[1], 1, -1)
 
 
-def ragged_decode(asked: Queries, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+def ragged_decode(asked: Queries, keys: Tensor, values: Tensor, bias: Tensor, used: int | None = None) -> Tensor:
     """Attention of every KV head's queries over a flat buffer shared by all heads.
 
     A tile of entries is read once for all heads, so heads with
     different numbers of entries are equal shares of work.
 
     Args:
-        asked: queries [B, Hq, 1, D].
+        asked: queries [B, Hq, L, D].
         keys: [B, T, D].
         values: [B, T, Dv].
         bias: [B, H, T], added to a head's logits.
+        used: slots in use; the last L * H are those of the L tokens. None for T, if L is 1.
 
     Returns:
-        [B, Hq, 1, Dv].
+        [B, Hq, L, Dv].
     """
-    everything = Entries(keys.shape[1], keys.shape[1])
-    out, _ = attend(asked, asked.query[:, :, 0], keys[:, None], values[:, None], everything, mask=bias)
-    return out[:, :, None]
+    batch, query_heads, new, dim = asked.query.shape
+    used = keys.shape[1] if used is None else used
+    query = asked.query.transpose(1, 2).reshape(batch * new, query_heads, dim)
+    everything = Entries(used, used, apart=bias.shape[1])
+    out, _ = attend(asked, query, keys[:, None], values[:, None], everything, mask=bias)
+    return out.view(batch, new, query_heads, -1).transpose(1, 2)
 
 
 def kv_row_attention(asked: Queries, kv_rows: StoredRows, chosen: Tensor | None = None) -> Tensor:
@@ -227,6 +233,7 @@ def _launch(
         split.per,
         0 if body is None else body.shape[1],
         entries.stride,
+        entries.apart,
         *keys.stride()[:3],
         *values.stride()[:3],
         0 if chosen is None else chosen.stride(0),

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 # Arguments that change from step to step without recompilation.
-_FREE = ["count", "capacity", "per", "kept", "entries_row", "body_row", "mask_row", "mask_head", "sink_rows"]
+_FREE = ["count", "capacity", "per", "kept", "apart", "entries_row", "body_row", "mask_row", "mask_head", "sink_rows"]
 
 
 @triton.jit(do_not_specialize=_FREE)
@@ -29,6 +29,7 @@ def split_kernel(
     per,
     kept,
     stride,
+    apart,
     key_row,
     key_head,
     key_slot,
@@ -69,7 +70,7 @@ def split_kernel(
     else:
         number = count
     after = tl.load(tail + owner) if TAIL else owner * 0
-    number = tl.minimum(number, capacity)
+    number = tl.minimum(number - ((COPIES - 1 - query_row % COPIES) * apart).to(tl.int32), capacity)
     first = part * per
     last = tl.minimum(first + per, number)
 

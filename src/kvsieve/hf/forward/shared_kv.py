@@ -60,7 +60,7 @@ def _without_last(layer: SieveLayer, tokens: int) -> SieveLayer:
 def _of_answer(session: AnswerSession, index: int, source: int, lent: SieveLayer, asked: AttentionQueries) -> Tensor:
     """Attend with several tokens of an answer: each sees the entries that existed at its turn."""
     if source not in session.steps[0].lent:
-        return session.read_all(index, lent.store, asked)
+        return session.read_all(index, lent, asked)
     outs = []
     for at, step in enumerate(session.steps):
         outs.append(attend_shared(step, index, source, asked.part(slice(at, at + 1)), step.lent[source][1]))

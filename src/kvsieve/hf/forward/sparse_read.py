@@ -1,8 +1,8 @@
-"""Sparse attention of a new token by the plan's reader, with counts of its reads."""
+"""Sparse attention of new tokens by the plan's reader, with counts of their reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
@@ -40,16 +40,37 @@ def read_token(
 ) -> Tensor:
     """Attend with a token that is already stored: queries [B, Hq, 1, D] -> [B, Hq, 1, Dv]. reads: counts it."""
     reading = reading_of(reader, cache, layer, index, num_layers)
-    store = layer.store
+    return attend_read(reading, layer.store, index, asked, reads, [reads])
+
+
+def attend_read(
+    reading: Reading | None,
+    store: LayerMemory,
+    index: int,
+    asked: AttentionQueries,
+    noted: Reads,
+    reads: Sequence[Reads],
+) -> Tensor:
+    """Attend with the last L stored tokens, each to the entries up to its own: [B, Hq, L, D] -> [B, Hq, L, Dv].
+
+    Args:
+        reading: of all of these tokens; None for dense attention.
+        store: of the layer.
+        index: of the layer.
+        asked: the queries.
+        noted: gets the executor.
+        reads: counts of each token.
+    """
     request: AttentionRequest[Any, None] = AttentionRequest(
         asked, stored_entries(store) if reading is None else ReadRows(reading, store)
     )
-    out = attend_noted(reads, index, request)
-    if reading is None:
-        count_all(store, reads)
-    else:
-        reads.not_compiled = reading.not_compiled
-        count(reading, store, reads)
+    out = attend_noted(noted, index, request)
+    for ahead, counts in enumerate(reads, 1 - len(reads)):
+        if reading is None:
+            count_all(store, counts, -ahead)
+        else:
+            counts.not_compiled = reading.not_compiled
+            count(reading, store, counts, -ahead)
     return out
 
 
@@ -65,19 +86,22 @@ def stored_entries(store: LayerMemory) -> DenseEntries | FlatEntries | EncodedEn
     if store.is_encoded:
         return EncodedEntries(cast(PackedStore, store))
     if store.is_ragged:
-        return FlatEntries(*cast(RaggedStore, store).flat)
+        ragged = cast(RaggedStore, store)
+        return FlatEntries(*ragged.flat, used=store.size, padded=ragged.hides_newest)
     return DenseEntries(store.keys, store.values, store.valid)
 
 
-def count(reading: Reading, store: LayerMemory, reads: Reads) -> None:
+def count(reading: Reading, store: LayerMemory, reads: Reads, later: int = 0) -> None:
     """Count a token's reads of the current entries: the number of chosen ones is constant, estimates grow.
 
     All entries are already part of the KV rows' metadata, including those stored before it was built.
+
+    later: newest entries, which are those of later tokens.
     """
-    entry = store.entry_size()
+    entry = store.entry_size(later)
     grouped = reading.grouped
     for group, all_of_it in zip(grouped.groups, reading.whole, strict=True):
-        size = grouped.entries(store, group)
+        size = grouped.entries(store, group) - later
         if all_of_it:
             reads.read(len(group.row) * size, entry)
             continue

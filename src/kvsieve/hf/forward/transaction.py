@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvsieve.attention import AttentionRequest
-from kvsieve.cache import LayerMemory
+from kvsieve.attention import Reading
 from kvsieve.core.checks import look
 from kvsieve.hf.cache.counts import Reads
 from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
 from kvsieve.hf.forward.session import Session
-from kvsieve.hf.forward.sparse_read import attend_noted, count_all, stored_entries
+from kvsieve.hf.forward.sparse_read import attend_read, reading_of
 from kvsieve.hf.forward.tentative import Transaction
 from kvsieve.hf.forward.travel import Tokens
 from kvsieve.hf.forward.windows import attend_window
@@ -33,8 +32,8 @@ Given = tuple[AttentionQueries, Tensor, Tensor, Tensor | None]
 class AnswerSession(Session):
     """State of a pass over tokens of an answer: several, or those of a tentative pass.
 
-    Layers that only add entries attend to all of them in one call, if a kernel can. In the others every token is
-    stored, attends, is observed, evicts and is encoded after the previous one.
+    Layers that only add entries attend with all of them in one call. In the others every token is stored, attends, is
+    observed, evicts and is encoded after the previous one.
 
     Attributes:
         steps: a session for each token.
@@ -91,7 +90,7 @@ class AnswerSession(Session):
         if tentative and not appends:
             self.before[index] = layer.fork(share=True)
             self.given[index] = asked, key, value, self.hidden
-        if appends and self.plan.read is None and layer.view is None and not layer.store.is_ragged:
+        if appends and self._reads_alike(index, layer):
             out = self._attend_at_once(index, layer, asked, key, value)
         else:
             out = torch.cat(self._one_by_one(index, layer, (asked, key, value, self.hidden), self.steps), 2)
@@ -105,6 +104,19 @@ class AnswerSession(Session):
             return False
         return self.plan.codec is None or not layer.may_encode(self.plan.codec, self.tokens.size)
 
+    def _reads_alike(self, index: int, layer: SieveLayer) -> bool:
+        """True if all tokens attend in the same way: densely, or reading the same KV rows whole."""
+        if self.plan.read is None and layer.view is None:
+            return True
+        if self.tokens.valid is not None:
+            # KV rows of rows with padding do not grow.
+            return False
+        first, last = (self._reading(index, layer, coming) for coming in (1, self.tokens.size))
+        return first is last
+
+    def _reading(self, index: int, layer: SieveLayer, coming: int = 0) -> Reading | None:
+        return reading_of(self.plan.read, self.cache, layer, index, self.model.num_layers, coming)
+
     def _attend_at_once(
         self, index: int, layer: SieveLayer, asked: AttentionQueries, key: Tensor, value: Tensor
     ) -> Tensor:
@@ -114,13 +126,12 @@ class AnswerSession(Session):
         if self.plan.codec is not None:
             room = min(room, self.plan.codec.block)
         store.append(key.detach(), value.detach(), tokens.token_index, tokens.valid, tokens.counts, room)
-        return asked.output(self.read_all(index, store, asked.stored))
+        return asked.output(self.read_all(index, layer, asked.stored))
 
-    def read_all(self, index: int, store: LayerMemory, asked: AttentionQueries) -> Tensor:
-        """Let every token attend to all entries up to its own, in one call."""
-        for step in self.steps:
-            count_all(store, step.reads, self.tokens.size - 1 - step.ahead)
-        return attend_noted(self.reads, index, AttentionRequest(asked, stored_entries(store)))
+    def read_all(self, index: int, layer: SieveLayer, asked: AttentionQueries) -> Tensor:
+        """Let every token attend to the entries up to its own, in one call."""
+        reads = [step.reads for step in self.steps]
+        return attend_read(self._reading(index, layer), layer.store, index, asked, self.reads, reads)
 
     @staticmethod
     def _one_by_one(index: int, layer: SieveLayer, given: Given, steps: Sequence[Session]) -> list[Tensor]:

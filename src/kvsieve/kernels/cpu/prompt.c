@@ -19,6 +19,8 @@ typedef struct {
     int64_t query_row, query_head, query_slot, key_row, key_head, key_slot, value_row, value_head, value_slot;
     int64_t batch, query_heads, heads, sets, fresh, length, pad, queries, block, query_blocks, listed, dim, wide, places;
     float scale, cap;
+    const uint16_t *marks; // of [B, H, N], by strides: 0 for a head's own entries; null: all are
+    int64_t mark_row, mark_head;
 } Job;
 
 #ifdef WITH_HALF
@@ -26,7 +28,9 @@ typedef struct {
     uint32_t *asked, *powers; // [PART, D / 2], [ROWS, TILE / 2]
     float *sums, *logits;     // [PART, Dv], [ROWS, TILE]
     float *most, *total, *shrink;
-    uint32_t *tile; // [TILE * (D + Dv) / 2]
+    uint32_t *tile;  // [TILE * (D + Dv) / 2]
+    uint16_t *taken; // [TILE, D or Dv]
+    int32_t *slots;  // [N] where entries are marked
 } Scratch;
 
 // Entries of a tile that are seen: from `low` on, and up to each row's own: `own` is that of row 0, and every `together`
@@ -225,18 +229,54 @@ static void one_part(const Job *job, int64_t b, int64_t head, int64_t block, int
     for (int64_t r = 0; r < rows; r++) write_row(job, b, head, from + r, r, my);
 }
 
-// All queries of a KV head, few of each head: row r is that of token r / groups.
+// Slots of a head's own entries, as marked: how many.
+static int64_t slots_of(const Job *job, int64_t b, int64_t h, int32_t *slots) {
+    const uint16_t *marks = job->marks + b * job->mark_row + h * job->mark_head;
+    int64_t n = 0;
+    for (int64_t t = 0; t < job->length; t++) {
+        slots[n] = (int32_t)t;
+        n += marks[t] == 0;
+    }
+    return n;
+}
+
+// The first of `count` rows of `wide` numbers that lie in these slots; they are copied unless they are side by side.
+static const uint16_t *taken(const uint16_t *from, int64_t *slot, const int32_t *slots, int64_t count, int64_t wide,
+                             uint16_t *to) {
+    if (slots[count - 1] - slots[0] == count - 1) return from + slots[0] * *slot;
+    for (int64_t i = 0; i < count; i++) memcpy(to + i * wide, from + slots[i] * *slot, wide * 2);
+    *slot = wide;
+    return to;
+}
+
+// A tile of a KV row, from entry `at` of `length` on; those that are marked are listed in `slots`.
+static void tile_of(const Job *job, const uint16_t *keys, const uint16_t *values, int64_t at, int64_t length,
+                    Scratch *my) {
+    uint32_t *theirs = my->tile + TILE * job->dim / 2;
+    int64_t count = length - at < TILE ? length - at : TILE, key = job->key_slot, value = job->value_slot;
+    if (job->marks) {
+        const int32_t *slots = my->slots + at;
+        const uint16_t *from = taken(keys, &key, slots, count, job->dim, my->taken);
+        lay_out_keys(from, key, 0, TILE, count, job->dim / 2, my->tile);
+        from = taken(values, &value, slots, count, job->wide, my->taken);
+        lay_out_values(from, value, 0, count, job->wide, theirs);
+    } else {
+        lay_out_keys(keys, key, at, TILE, length, job->dim / 2, my->tile);
+        lay_out_values(values, value, at, length, job->wide, theirs);
+    }
+}
+
+// All queries of a KV head, few of each head: row r is that of token r / groups. The last entries are the tokens' own.
 static void few_of_head(const Job *job, int64_t row, Scratch *my) {
     int64_t b = row / job->heads, h = row % job->heads, groups = job->query_heads / job->heads, half = job->dim / 2;
     int64_t rows = job->fresh * groups, whole = (rows + FEW - 1) / FEW * FEW;
+    int64_t length = job->marks ? slots_of(job, b, h, my->slots) : job->length;
     const uint16_t *keys = job->keys + b * job->key_row + h * job->key_head;
     const uint16_t *values = job->values + b * job->value_row + h * job->value_head;
-    uint32_t *theirs = my->tile + TILE * half;
     for (int64_t r = 0; r < whole; r++) take_query(job, b, h * groups + r % groups, r / groups, r, my);
-    for (int64_t at = 0; at < job->length; at += TILE) {
-        lay_out_keys(keys, job->key_slot, at, TILE, job->length, half, my->tile);
-        lay_out_values(values, job->value_slot, at, job->length, job->wide, theirs);
-        Tile tile = {my->tile, theirs, TILE, 0, job->length - job->fresh - at, groups};
+    for (int64_t at = 0; at < length; at += TILE) {
+        tile_of(job, keys, values, at, length, my);
+        Tile tile = {my->tile, my->tile + TILE * half, TILE, 0, length - job->fresh - at, groups};
         meet_sized(job, &tile, whole, my);
     }
     for (int64_t r = 0; r < rows; r++) write_row(job, b, h * groups + r % groups, r / groups, r, my);
@@ -258,6 +298,8 @@ static int64_t divide(const Job *job, char *scratch, Scratch *my) {
     my->total = (float *)part_of(&at, PART * 4);
     my->shrink = (float *)part_of(&at, PART * 4);
     my->tile = (uint32_t *)part_of(&at, TILE * (job->dim + job->wide) * 2);
+    my->taken = (uint16_t *)part_of(&at, job->marks ? TILE * (job->dim > job->wide ? job->dim : job->wide) * 2 : 0);
+    my->slots = (int32_t *)part_of(&at, job->marks ? job->length * 4 : 0);
     return at - scratch;
 }
 

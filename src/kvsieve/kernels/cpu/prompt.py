@@ -32,6 +32,8 @@ class _PromptFields(Structure):
         *((name, c_int64) for name in ("batch", "query_heads", "heads", "sets", "fresh", "length", "pad", "queries")),
         *((name, c_int64) for name in ("block", "query_blocks", "listed", "dim", "wide", "places")),
         *((name, c_float) for name in ("scale", "cap")),
+        ("marks", c_void_p),
+        *((name, c_int64) for name in ("mark_row", "mark_head")),
     )
 
 
@@ -95,13 +97,14 @@ def block_attention(
     return out.transpose(1, 2)
 
 
-def few_attention(asked: Queries, keys: Tensor, values: Tensor) -> Tensor:
+def few_attention(asked: Queries, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> Tensor:
     """Causal attention of the last few of N entries over all N; all queries of a KV head meet its keys at once.
 
     Args:
         asked: queries [B, Hq, L, D], as `why_not_few` takes them.
         keys: [B, H, N, D].
         values: [B, H, N, Dv].
+        bias: [B, H, N], 0 for a head's own entries, the last L of which are the queries'; None: all are its own.
 
     Returns:
         [B, Hq, L, Dv].
@@ -126,6 +129,8 @@ def few_attention(asked: Queries, keys: Tensor, values: Tensor) -> Tensor:
     for name, part in (("query", query), ("key", keys), ("value", values)):
         for dimension, stride in zip(("row", "head", "slot"), part.stride(), strict=False):
             setattr(fields, f"{name}_{dimension}", stride)
+    if bias is not None:
+        fields.marks, fields.mark_row, fields.mark_head = bias.data_ptr(), *bias.stride()[:2]
     _run(_kernels()[1], fields)
     return out.transpose(1, 2)
 

@@ -1,5 +1,6 @@
-// Sparse reading of one token, a KV row at a time: the newest entry is taken into the page table, pages are scored,
-// the best entries chosen, gathered and attended to. A KV row is one task; scratch is the caller's.
+// Sparse reading of the last tokens, a KV row at a time and one token after another: the token's entry is taken into the
+// page table, pages are scored, the best entries chosen, gathered and attended to. A KV row is one task; scratch is the
+// caller's.
 #include <string.h>
 #include "common.h"
 
@@ -14,17 +15,18 @@ typedef struct {
     void *table;               // [halves, dim, capacity]; null: all entries are read
     float *sum;                // [wide], of all values; null: nothing is blended in
     int64_t kept, tail, stride, size, capacity;
-    int64_t page, channels, count, take; // channels: 0 for bounds in all; take: the newest entry is to be taken in
+    int64_t page, channels, count, take; // channels: 0 for bounds in all; take: newest entries that the table lacks
     int64_t number;                      // of the KV row among queries and outputs
 } Row;
 
 typedef struct {
-    const void *query;  // [rows, groups, dim]
-    void *out;          // [rows, groups, wide]
+    const void *query;  // [rows, groups, fresh, dim]
+    void *out;          // [rows, groups, fresh, wide]
     const float *sinks; // [rows, groups], or null
     const Row *rows;
     char *scratch;
     int64_t count, more, groups, dim, wide, newest, half, bytes; // more: entries since `size`; half: bfloat16
+    int64_t fresh;                                               // tokens; the last entries are theirs
     float scale, cap;
 } Job;
 
@@ -57,9 +59,9 @@ INLINE int64_t slot_of(const Row *row, int64_t entry) {
     return entry < row->kept ? row->body[entry] : row->tail + (entry - row->kept) * row->stride;
 }
 
-static void take_in(const Job *job, const Row *row, int64_t size) {
-    int64_t slot = slot_of(row, size - 1), at = (size - 1) / row->page, step = row->capacity;
-    int dim = (int)job->dim, begins = (size - 1) % row->page == 0;
+static void take_in(const Job *job, const Row *row, int64_t entry) {
+    int64_t slot = slot_of(row, entry), at = entry / row->page, step = row->capacity;
+    int dim = (int)job->dim, begins = entry % row->page == 0;
     for (int half = 0; half < (row->page == 1 ? 1 : 2); half++) {
         int64_t to = half * dim * step + at;
         if (job->half) {
@@ -241,14 +243,17 @@ INLINE void add_values(const Job *job, const Row *row, int64_t n, int wide, int 
         else WHAT(job, row, n, SIZE, 0, __VA_ARGS__);                                                                 \
     } while (0)
 
-static void one_row(const Job *job, const Row *row, Scratch *my) {
+// Token number `token` of a KV row, which then has `size` entries.
+static void one_token(const Job *job, const Row *row, int64_t token, int64_t size, Scratch *my) {
     int groups = (int)job->groups, dim = (int)job->dim, wide = (int)job->wide, half = (int)job->half;
-    int64_t size = row->size + job->more, n = size, first = row->number * groups;
+    int64_t n = size, first = row->number * groups, apart = job->fresh;
     int item = half ? 2 : 4;
-    const float *asked = numbers(job->query, first * dim, half, groups * dim, my->query);
-    if (asked != my->query) memcpy(my->query, asked, groups * dim * sizeof(float));
+    for (int g = 0; g < groups; g++) {
+        float *to = my->query + g * dim;
+        const float *asked = numbers(job->query, ((first + g) * apart + token) * dim, half, dim, to);
+        if (asked != to) memcpy(to, asked, dim * sizeof(float));
+    }
     if (row->table) {
-        if (row->take) take_in(job, row, size);
         n = row->count < size ? row->count : size;
         choose(job, row, size, my);
     } else
@@ -279,9 +284,21 @@ static void one_row(const Job *job, const Row *row, Scratch *my) {
             for (int j = 0; j < wide; j++) out[g * wide + j] = gate * (1 - held) * row->sum[j] / size;
     }
     SIZED(add_values, wide, out, my);
-    if (half)
-        for (int i = 0; i < groups * wide; i++) ((uint16_t *)job->out)[first * wide + i] = to_half(out[i]);
-    else memcpy((float *)job->out + first * wide, out, groups * wide * sizeof(float));
+    for (int g = 0; g < groups; g++) {
+        int64_t to = ((first + g) * apart + token) * wide;
+        if (half)
+            for (int j = 0; j < wide; j++) ((uint16_t *)job->out)[to + j] = to_half(out[g * wide + j]);
+        else memcpy((float *)job->out + to, out + g * wide, wide * sizeof(float));
+    }
+}
+
+static void one_row(const Job *job, const Row *row, Scratch *my) {
+    int64_t size = row->size + job->more, known = size - row->take;
+    for (int64_t token = 0; token < job->fresh; token++) {
+        int64_t now = size - job->fresh + 1 + token;
+        for (; row->table && known < now; known++) take_in(job, row, known);
+        one_token(job, row, token, now, my);
+    }
 }
 
 INLINE char *part_of(char **at, int64_t bytes) {

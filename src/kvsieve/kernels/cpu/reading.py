@@ -31,7 +31,7 @@ class _JobFields(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("query", "out", "sinks", "rows")),
         ("scratch", c_void_p),
-        *((name, c_int64) for name in ("count", "more", "groups", "dim", "wide", "newest", "half", "bytes")),
+        *((name, c_int64) for name in ("count", "more", "groups", "dim", "wide", "newest", "half", "bytes", "fresh")),
         *((name, c_float) for name in ("scale", "cap")),
     )
 
@@ -53,7 +53,8 @@ class RowJob:
 
     def __init__(self, count: int, groups: int, dim: int, wide: int, *, newest: bool, dtype: torch.dtype) -> None:
         self.rows: Array[RowFields] = (RowFields * count)()
-        self._shape = (count, groups, wide)
+        self._shape = (count, groups)
+        self._wide = wide
         self._bytes = 0
         self._fields = _JobFields(count=count, groups=groups, dim=dim, wide=wide, newest=newest)
         self._fields.rows = addressof(self.rows)
@@ -63,24 +64,26 @@ class RowJob:
     def run(
         self, query: Tensor, more: int, scale: float, cap: float | None = None, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attend to all KV rows for one token.
+        """Attend to all KV rows for the last tokens, one after another.
 
         Args:
-            query: [X, G, D], contiguous.
-            more: entries of each KV row beyond the `size` filled in.
+            query: [X, G, L, D], contiguous.
+            more: entries of each KV row beyond the `size` filled in, the L tokens' own included.
             scale: factor of query-key products.
             cap: of logits; None for none.
             sinks: float32 [X, G], contiguous; None for none.
 
         Returns:
-            [X, G, Dv], the only allocation.
+            [X, G, L, Dv], the only allocation.
         """
         fields = self._fields
         threads = torch.get_num_threads()
-        out = query.new_empty(self._shape)
+        new = query.shape[-2]
+        out = query.new_empty(*self._shape, new, self._wide)
         fields.query, fields.out = query.data_ptr(), out.data_ptr()
         fields.sinks = None if sinks is None else sinks.data_ptr()
         fields.more = more
+        fields.fresh = new
         fields.scale = scale
         fields.cap = cap or 0.0
         while True:

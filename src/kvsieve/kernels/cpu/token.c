@@ -1,19 +1,21 @@
-// Attention of one token over all entries that are stored, where they lie.
+// Attention of a token, or of the last few, over all entries that are stored, where they lie.
 #include "common.h"
 
-// Entries that are looked at together.
+// Entries that are looked at together; query heads of several tokens that are.
 #define BLOCK 64
+#define ROWS 64
 // Numbers of keys from which on several threads take part.
 #define MANY 65536
 
 typedef struct {
-    const void *query;         // [batch, heads, groups, dim]
+    const void *query;         // [batch, heads, groups, fresh, dim]
     const void *keys, *values; // entry t of a head: b * row + h * head + t, of dim numbers
     const void *seen;          // of a head's entry t: b * seen_row + h * seen_head + t; null: all are seen
-    void *out;                 // [batch, heads, groups, dim]
+    void *out;                 // [batch, heads, groups, fresh, dim]
     int64_t batch, heads, groups, dim, size, row, head;
     int64_t item, seen_row, seen_head; // item: bytes of a mark; one byte is true, two or four are 0 where seen
     int64_t newest, half;              // newest: the last entry is seen in any case; half: bfloat16
+    int64_t fresh, apart;              // tokens; each sees `apart` entries more than the one before it, the last all
     float scale;
 } Token;
 
@@ -92,18 +94,70 @@ INLINE void one_head(const Token *job, int64_t b, int64_t h, int groups, int dim
         }
 }
 
+// `some` queries of a head's last tokens, from number `first` on: query n is that of token n % fresh.
+INLINE void some_of_head(const Token *job, int64_t b, int64_t h, int first, int some, int dim, int half) {
+    float query[some * dim], acc[some * dim], logits[some * BLOCK], most[some], sum[some], x[BLOCK * dim];
+    int32_t found[BLOCK], sees[some];
+    int64_t number = (b * job->heads + h) * job->groups * job->fresh + first;
+    int64_t start = b * job->row + h * job->head, t = 0;
+    loaded(job->query, number * dim, half, some * dim, query);
+    for (int j = 0; j < some * dim; j++) query[j] *= job->scale, acc[j] = 0;
+    for (int r = 0; r < some; r++) most[r] = -3e38f, sum[r] = 0;
+    while (t < job->size) {
+        int n = next_seen(job, b * job->seen_row + h * job->seen_head, &t, found);
+        for (int i = 0; i < n; i++) loaded(job->keys, (start + found[i]) * dim, half, dim, x + i * dim);
+        for (int r = 0; r < some; r++) {
+            int64_t end = job->size - (job->fresh - 1 - (first + r) % job->fresh) * job->apart;
+            float *restrict s = logits + r * BLOCK;
+            int seen = n;
+            while (seen && found[seen - 1] >= end) seen--;
+            sees[r] = seen;
+            for (int i = 0; i < seen; i++) {
+                const float *restrict q = query + r * dim, *restrict key = x + i * dim;
+                float product = 0;
+                for (int j = 0; j < dim; j++) product += q[j] * key[j];
+                s[i] = product;
+            }
+            if (seen) weigh(s, seen, most + r, sum + r, acc + r * dim, dim);
+        }
+        for (int i = 0; i < n; i++) loaded(job->values, (start + found[i]) * dim, half, dim, x + i * dim);
+        for (int r = 0; r < some; r++)
+            for (int i = 0; i < sees[r]; i++) {
+                float *restrict to = acc + r * dim, weight = logits[r * BLOCK + i];
+                const float *restrict value = x + i * dim;
+                for (int j = 0; j < dim; j++) to[j] += weight * value[j];
+            }
+    }
+    for (int r = 0; r < some; r++) {
+        // Padding may see nothing.
+        float share = sum[r] > 0 ? 1 / sum[r] : 0;
+        for (int j = 0; j < dim; j++) {
+            float is = acc[r * dim + j] * share;
+            if (half) ((uint16_t *)job->out)[(number + r) * dim + j] = to_half(is);
+            else ((float *)job->out)[(number + r) * dim + j] = is;
+        }
+    }
+}
+
+// Sizes that the compiler knows become straight code.
+#define SIZED(WHAT, ...)                                                                                              \
+    do {                                                                                                              \
+        if (job->half && job->dim == 64) WHAT(job, b, h, __VA_ARGS__, 64, 1);                                         \
+        else if (job->half && job->dim == 128) WHAT(job, b, h, __VA_ARGS__, 128, 1);                                  \
+        else if (job->half) WHAT(job, b, h, __VA_ARGS__, (int)job->dim, 1);                                           \
+        else if (job->dim == 64) WHAT(job, b, h, __VA_ARGS__, 64, 0);                                                 \
+        else WHAT(job, b, h, __VA_ARGS__, (int)job->dim, 0);                                                          \
+    } while (0)
+
 void attend(const Token *job, int64_t threads) {
-    int64_t rows = job->batch * job->heads;
+    int64_t queries = job->groups * job->fresh, parts = job->fresh > 1 ? (queries + ROWS - 1) / ROWS : 1;
+    int64_t most = (queries + parts - 1) / parts, tasks = job->batch * job->heads * parts;
 #pragma omp parallel for schedule(dynamic, 1) num_threads((int)threads) \
-    if (threads > 1 && rows > 1 && rows * job->size * job->dim > MANY)
-    for (int64_t i = 0; i < rows; i++) {
-        int64_t b = i / job->heads, h = i % job->heads;
-        int groups = (int)job->groups, dim = (int)job->dim;
-        // Sizes that the compiler knows become straight code.
-        if (job->half && dim == 64) one_head(job, b, h, groups, 64, 1);
-        else if (job->half && dim == 128) one_head(job, b, h, groups, 128, 1);
-        else if (job->half) one_head(job, b, h, groups, dim, 1);
-        else if (dim == 64) one_head(job, b, h, groups, 64, 0);
-        else one_head(job, b, h, groups, dim, 0);
+    if (threads > 1 && tasks > 1 && tasks * job->size * job->dim > MANY)
+    for (int64_t i = 0; i < tasks; i++) {
+        int64_t b = i / parts / job->heads, h = i / parts % job->heads, first = i % parts * most;
+        int64_t some = queries - first < most ? queries - first : most;
+        if (job->fresh > 1) SIZED(some_of_head, (int)first, (int)some);
+        else SIZED(one_head, (int)job->groups);
     }
 }

@@ -1,4 +1,4 @@
-"""Python interface of the C kernel for attention of one token over all stored entries, in place."""
+"""Python interface of the C kernel for attention of the last token, or few, over all stored entries, in place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _TokenFields(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("query", "keys", "values", "seen", "out")),
         *((name, c_int64) for name in ("batch", "heads", "groups", "dim", "size", "row", "head")),
-        *((name, c_int64) for name in ("item", "seen_row", "seen_head", "newest", "half")),
+        *((name, c_int64) for name in ("item", "seen_row", "seen_head", "newest", "half", "fresh", "apart")),
         ("scale", c_float),
     )
 
@@ -76,22 +76,26 @@ def token_attention(
     return _run(fields, query, keys, values, (batch, heads, size), scale)
 
 
-def ragged_token_attention(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, scale: float) -> Tensor:
-    """Attention of one token over each head's entries of a flat buffer.
+def ragged_token_attention(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, scale: float, used: int | None = None
+) -> Tensor:
+    """Attention of the last tokens over each head's entries of a flat buffer.
 
     Args:
-        query: [B, Hq, 1, D].
-        keys: [B, T, D], all heads' entries.
+        query: [B, Hq, L, D].
+        keys: [B, T, D], all heads' entries; those of a token have H slots, after those of the token before it.
         values: [B, T, D].
         bias: [B, H, T] in the keys' dtype, 0 for a head's own entries.
         scale: factor of the query-key products.
+        used: slots in use; the last L * H are those of the L tokens. None for T, if L is 1.
 
     Returns:
-        [B, Hq, 1, D].
+        [B, Hq, L, D]; 0 where a query sees nothing.
     """
+    batch, heads, slots = bias.shape
     fields = _TokenFields(row=keys.stride(0) // keys.shape[2], item=bias.element_size(), seen=bias.data_ptr())
-    fields.seen_row, fields.seen_head = bias.stride(0), bias.stride(1)
-    return _run(fields, query, keys, values, bias.shape, scale)
+    fields.seen_row, fields.seen_head, fields.apart = bias.stride(0), bias.stride(1), heads
+    return _run(fields, query, keys, values, (batch, heads, slots if used is None else used), scale)
 
 
 def _run(
@@ -102,7 +106,7 @@ def _run(
     fields.query, fields.keys, fields.values, fields.out = (part.data_ptr() for part in (query, keys, values, out))
     fields.batch, fields.heads, fields.size = shape
     fields.groups = query.shape[1] // shape[1]
-    fields.dim = query.shape[3]
+    fields.fresh, fields.dim = query.shape[2:]
     fields.half = query.dtype == torch.bfloat16
     fields.scale = scale
     _kernel()(byref(fields), torch.get_num_threads())
