@@ -127,16 +127,45 @@ def attached(
             raise UnsupportedModelError(f"{type(model).__name__} cannot run {plan.name!r}: {reason}")
         sieve = Sieve(model, plan, decode)
         sieve.tokenizer = tokenizer
+        drafts = _DraftModels(stack)
+        sieve.open_draft = drafts.for_answers
         if isinstance(plan.propagate, DraftPropagator):
-            draft = load_draft(plan.propagate, model)
-            opened = functools.partial(attached, draft.model, Plan(name="draft"), "eager")
-            sieve.drafter = DraftModel(draft.tokenizer, opened)
+            draft = load_draft(plan.propagate.drafter(), model)
+            sieve.drafter = DraftModel(draft.tokenizer, functools.partial(drafts.for_prompt, draft.model))
         caution = plan.caution(sieve.num_layers)
         if caution is not None:
             warnings.warn(caution, KvsieveWarning, stacklevel=4)
         hidden = hidden or (plan.evict is not None and "hidden" in plan.evict.traits.needs)
         with _running(sieve, hidden, leaving, any_plan), uncopied(model.modules()), passes.closing():
             yield sieve
+
+
+class _DraftModels:
+    """Draft models of an attached one, each under an empty plan.
+
+    Args:
+        stack: of the attached model's block.
+    """
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self._open: list[Sieve] = []
+
+    def for_answers(self, model: Any) -> Sieve:
+        """Return a draft of answers, attached until the block ends."""
+        found = self._found(model)
+        if found is None:
+            found = self._stack.enter_context(attached(model, Plan(name="draft")))
+            self._open.append(found)
+        return found
+
+    def for_prompt(self, model: Any) -> contextlib.AbstractContextManager[Sieve]:
+        """Attach a draft of prompts for a `with` block."""
+        found = self._found(model)
+        return attached(model, Plan(name="draft"), "eager") if found is None else contextlib.nullcontext(found)
+
+    def _found(self, model: Any) -> Sieve | None:
+        return next((sieve for sieve in self._open if sieve.model is model), None)
 
 
 def _check_arguments(model: Any, plan: Any) -> None:

@@ -66,6 +66,7 @@ class AttachedModel(Unpicklable):
         attached: True while the `with` block runs.
         tokenizer: the model's, or None.
         drafter: the model that chooses a prompt's tokens, for plans that draft.
+        open_draft: attaches an empty plan to a model that drafts answers, until this one's block ends.
     """
 
     _instead = "it is a model in its `with` block; attach the plan where it is to run"
@@ -76,6 +77,7 @@ class AttachedModel(Unpicklable):
         self.attached = False
         self.tokenizer: Any = None
         self.drafter: DraftModel | None = None
+        self.open_draft: Callable[[Any], AttachedModel]
         self._probing = False
         self.config = text_config(model)
         self.decoder: nn.Module = decoder_of(model)
@@ -180,6 +182,7 @@ class AttachedModel(Unpicklable):
         """
         device = self.model.device
         ids = ids.to(device)
+        before = cache.moment
         several = request.tentative or (request.phase == "decode" and ids.shape[1] > 1)
         if several and goes_one_by_one(cache, request.plan or self.plan):
             one = functools.partial(self._feed_one, cache, dataclasses.replace(request, tentative=False))
@@ -200,7 +203,7 @@ class AttachedModel(Unpicklable):
         out = self.run_pass(session, call, logits)
         hidden = None if logits or out is None else out[0]
         found = out.logits if logits and out is not None else None
-        transaction = PassTransaction(session) if isinstance(session, AnswerSession) and request.tentative else None
+        transaction = PassTransaction(session, before) if isinstance(session, AnswerSession) and request.tentative else None
         return PassResult(hidden, found, session.chosen, cache.turn.record.report, transaction)
 
     def _feed_one(

@@ -34,6 +34,7 @@ def feed_one_by_one(
     """Run a pass over each token of ids [B, L]; arguments and result are those of one pass over all of them."""
     size = ids.shape[1]
     seen = cache.num_seen
+    before = cache.moment
     snapshots = []
     results = []
     for layer in cache.all_layers if tentative else ():
@@ -50,15 +51,15 @@ def feed_one_by_one(
         torch.cat(found, 1) if found else None,
         None,
         results[-1].report,
-        StepsTransaction(cache, snapshots) if tentative else None,
+        StepsTransaction(cache, snapshots, before) if tentative else None,
     )
 
 
 class StepsTransaction(Transaction):
     """Passes over one token each, with a snapshot of the cache between them."""
 
-    def __init__(self, cache: SieveCache, snapshots: Sequence[Snapshot]) -> None:
-        super().__init__(cache, len(snapshots))
+    def __init__(self, cache: SieveCache, snapshots: Sequence[Snapshot], before: int) -> None:
+        super().__init__(cache, len(snapshots), before)
         self._snapshots = snapshots
 
     def _check(self, counts: tuple[int, ...]) -> None:

@@ -19,9 +19,11 @@ class Transaction(ABC):
         size: its tokens.
     """
 
-    def __init__(self, cache: SieveCache, size: int) -> None:
+    def __init__(self, cache: SieveCache, size: int, before: int | None = None) -> None:
+        """before: the cache's `moment` before the pass, to which it returns if all tokens are undone."""
         self.cache = cache
         self.size = size
+        self._before = before
         self._moment = cache.moment
         self._accepted = False
 
@@ -58,8 +60,12 @@ class Transaction(ABC):
         cache.status = "broken"
         if min(counts) < self.size:
             self._take_back(counts)
-        for layer in cache.all_layers:
-            layer.drop_unseen(at_once=False)
+        if any(counts):
+            for layer in cache.all_layers:
+                layer.drop_unseen(at_once=False)
+        elif self._before is not None:
+            # As if the pass had never run, so an earlier one can be undone.
+            cache.moment = self._before
         cache.status = "ready"
 
     @abstractmethod

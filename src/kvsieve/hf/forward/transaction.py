@@ -197,8 +197,8 @@ class AnswerSession(Session):
 class PassTransaction(Transaction):
     """A pass over all tokens at once."""
 
-    def __init__(self, session: AnswerSession) -> None:
-        super().__init__(session.cache, session.tokens.size)
+    def __init__(self, session: AnswerSession, before: int | None = None) -> None:
+        super().__init__(session.cache, session.tokens.size, before)
         self._session = session
 
     def _check(self, counts: tuple[int, ...]) -> None:

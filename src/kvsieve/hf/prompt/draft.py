@@ -7,7 +7,7 @@ prompt's text, and scores are mapped by the characters that tokens share.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,25 +16,29 @@ from torch import Tensor
 from kvsieve import models
 from kvsieve.errors import InputError, PlanError
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.forward.request import PassRequest
+from kvsieve.hf.forward.request import PassRequest, PassResult
 from kvsieve.hf.model.context import context_of
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.roles import DraftPropagator, Loaded
+from kvsieve.types import LayerContext
 
 Spans = Sequence[tuple[int, int]]
 # Tokens before a token that are decoded with it to find its characters, where a text is not tokenized back.
 _BEFORE = 6
 
 
-def load_draft(propagator: DraftPropagator, model: Any) -> Loaded:
-    """Return a propagator's draft model, loaded for use beside `model`, in its dtype and on its device.
+def load_draft(drafter: str | Loaded, model: Any) -> Loaded:
+    """Return a draft model, loaded for use beside `model`, in its dtype and on its device.
+
+    Args:
+        drafter: the draft, or its name.
+        model: of transformers.
 
     Raises:
         PlanError: the draft is the model itself, or shares no tokenizer with it and brings none.
         ModelNotFoundError, ModelLoadError: it cannot be loaded.
     """
-    drafter = propagator.drafter()
     draft = _loaded(drafter, model.dtype, str(model.device)) if isinstance(drafter, str) else drafter
     if draft.model is model:
         raise PlanError("the draft is the model itself, which would read every prompt twice: give a smaller one")
@@ -89,7 +93,7 @@ def _scores(model: AttachedModel, propagator: DraftPropagator, ids: list[int], c
     holder = propagator.own_tokenizer()
     other = model.drafter.tokenizer
     own = None if holder is None else holder.tokenizer
-    if other is None or _same_tokens(own, other):
+    if other is None or same_tokens(own, other):
         return _attention(model, propagator, ids, chunk)
     text, spans = text_and_spans(own, ids)
     read = other(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -98,7 +102,8 @@ def _scores(model: AttachedModel, propagator: DraftPropagator, ids: list[int], c
 
 
 @functools.lru_cache(maxsize=2)
-def _same_tokens(one: Any, other: Any) -> bool:
+def same_tokens(one: Any, other: Any) -> bool:
+    """Return True if two tokenizers have the same vocabulary, or if one is unknown (None)."""
     return one is None or one is other or one.get_vocab() == other.get_vocab()
 
 
@@ -128,7 +133,7 @@ def text_and_spans(tokenizer: Any, ids: list[int]) -> tuple[str, Spans]:
     Exact if tokenizing the text returns the ids, as for most prompts. Otherwise each token is decoded with a few before
     it, and a shared character belongs to the last of its tokens.
     """
-    text = _decoded(tokenizer, ids)
+    text = decoded(tokenizer, ids)
     if tokenizer.is_fast:
         again = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         if again["input_ids"] == ids:
@@ -137,14 +142,15 @@ def text_and_spans(tokenizer: Any, ids: list[int]) -> tuple[str, Spans]:
     end = 0
     for place in range(len(ids)):
         before = ids[max(0, place - _BEFORE) : place]
-        more = len(_decoded(tokenizer, [*before, ids[place]])) - len(_decoded(tokenizer, before))
+        more = len(decoded(tokenizer, [*before, ids[place]])) - len(decoded(tokenizer, before))
         start = end
         end = min(max(end + more, end), len(text))
         spans.append((start, end))
     return text, spans
 
 
-def _decoded(tokenizer: Any, ids: list[int]) -> str:
+def decoded(tokenizer: Any, ids: list[int]) -> str:
+    """Return the text of token ids, special tokens included."""
     text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text
 
@@ -164,22 +170,15 @@ def _attention(model: AttachedModel, propagator: DraftPropagator, ids: list[int]
                 "draft with a longer context, or another method"
             )
         cache = draft.new_cache()
-        stops = _ends(draft)
-        cache.begin_turn(prompt, steps)
-        fed = torch.tensor([ids], device=draft.model.device)
-        result = None
-        for start in range(0, prompt, chunk or prompt):
-            end = min(start + (chunk or prompt), prompt)
-            last = end == prompt
-            request = PassRequest(
-                phase="prefill",
-                last_chunk=last,
-                on_layer=(lambda ctx: propagator.observe(ctx, prompt, seen)) if last else None,
-            )
-            result = draft.feed(cache, fed[:, start:end], None, request, logits=int(last))
-        request = PassRequest(phase="decode", on_layer=lambda ctx: propagator.observe(ctx, prompt, seen))
+        stops = ends_of(draft)
+
+        def observe(ctx: LayerContext) -> None:
+            propagator.observe(ctx, prompt, seen)
+
+        result = prefilled(draft, cache, ids, chunk, new_tokens=steps, on_layer=observe)
+        request = PassRequest(phase="decode", on_layer=observe)
         for _ in range(steps - 1):
-            assert result is not None and result.logits is not None
+            assert result.logits is not None
             token = result.logits[:, -1].argmax(-1, keepdim=True)
             if int(token) in stops:
                 break
@@ -188,6 +187,35 @@ def _attention(model: AttachedModel, propagator: DraftPropagator, ids: list[int]
     return scores.float().cpu()
 
 
-def _ends(draft: AttachedModel) -> set[int]:
-    ends = draft.model.generation_config.eos_token_id
-    return set(ends) if isinstance(ends, (list, tuple)) else {ends}
+def prefilled(
+    draft: AttachedModel,
+    cache: SieveCache,
+    ids: Sequence[int],
+    chunk: int | None,
+    *,
+    new_tokens: int = 0,
+    on_layer: Callable[[LayerContext], None] | None = None,
+) -> PassResult:
+    """Prefill a prompt of one row into a draft's empty cache, and return the last pass's result with its last logits.
+
+    Args:
+        draft: under an empty plan.
+        cache: of the draft.
+        ids: the prompt.
+        chunk: tokens per forward pass, None for all at once.
+        new_tokens: expected after the prompt.
+        on_layer: called in each layer of the last pass.
+    """
+    size = len(ids)
+    cache.begin_turn(size, new_tokens)
+    fed = torch.tensor([list(ids)], device=draft.model.device)
+    before = (size - 1) // chunk * chunk if chunk else 0
+    for start in range(0, before, chunk or size):
+        draft.feed(cache, fed[:, start : start + (chunk or size)], None, PassRequest(phase="prefill", last_chunk=False))
+    return draft.feed(cache, fed[:, before:], None, PassRequest(phase="prefill", on_layer=on_layer), logits=1)
+
+
+def ends_of(model: AttachedModel) -> frozenset[int]:
+    """Return the tokens that end an answer of a model, by its generation config."""
+    ends = model.model.generation_config.eos_token_id
+    return frozenset(ends if isinstance(ends, (list, tuple)) else () if ends is None else (ends,))

@@ -1,0 +1,206 @@
+"""The model drafts for itself under views of the cache: answers and caches stay as without drafts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvsieve
+from drafted import alone, begun, drafted
+from kvsieve.errors import PlanError, UnsupportedOptionError
+from kvsieve.hf.drafts import branch
+from kvsieve.hf.drafts.views import checked_view, view_drafter
+from kvsieve.hf.forward.request import PassRequest
+from kvsieve.hf.forward.session import Session
+from kvsieve.methods import Quest
+from small import plan_of
+from tiny import tiny_model, tiny_prompt
+
+N = 60
+NEW = 12
+SNAPKV = "snapkv:budget=12:window=4:floor=0"
+VIEWS = {
+    "reader": "quest:budget=16",
+    "evictor": SNAPKV,
+    "evictor, ragged": "adakv:budget=12:window=4:floor=0",
+    "evictor in decode": "lagkv:budget=12:lag=2:sinks=2:floor=0",
+    "evictor and codec": "knorm:budget=24:floor=0:codec=kivi",
+    "codec": "kivi:tail=4",
+}
+PLANS = {
+    "full": {},
+    "snapkv": {"budget": 24, "window": 4},
+    "adakv": {"budget": 24, "window": 4},
+    "lagkv": {"budget": 26, "lag": 4},
+    "h2o": {"budget": 24},
+    "rocketkv": {"budget": 20, "window": 4, "kernel": 5},
+    "kivi": {"tail": 4},
+}
+RAGGED = {"evictor", "evictor in decode", "evictor and codec"}
+CASES = [
+    *(("llama", plan, view) for plan in PLANS for view in VIEWS if plan != "adakv" or view not in RAGGED),
+    *((family, "h2o", view) for family in ("gemma3_text", "gpt_oss", "gemma3n_text") for view in VIEWS),
+    *(("qwen3_next", "full", view) for view in ("reader", "codec")),
+    ("deepseek_v3", "full", "evictor"),
+]
+# Encoded so already.
+CASES.remove(("llama", "kivi", "codec"))
+
+
+@pytest.fixture(autouse=True)
+def unsure(monkeypatch):
+    """Tiny models are unsure of every token; their drafts go on nevertheless."""
+    monkeypatch.setattr(branch, "LEAST", 0.0)
+
+
+def viewed(sieve, text):
+    plan = checked_view(text, sieve)
+    return lambda cache: view_drafter(sieve, cache, plan)
+
+
+def contents(cache):
+    """What a cache stores: keys, values, indices, states and counts."""
+    stored = [part for layer in cache.all_layers for part in layer.state_tensors()]
+    for layer in cache.all_layers:
+        if layer.memory is not None and not layer.memory.is_empty:
+            memory = layer.memory
+            real = torch.ones_like(memory.index) if memory.valid is None else memory.valid.expand_as(memory.index)
+            stored += [memory.keys[real.bool()], memory.values[real.bool()], memory.index[real.bool()]]
+    reads = {**vars(cache.turn.record.reads), "executors": None}
+    return stored, (cache.num_seen, cache.turn.decoded, cache.entries(), reads)
+
+
+@pytest.mark.parametrize(("family", "plan", "view"), CASES, ids=map("-".join, CASES))
+def test_an_answer_with_views_is_the_answer_without(family, plan, view):
+    model = tiny_model(family, torch.float32)
+    ids = tiny_prompt(1, N)
+    with kvsieve.attach(model, plan_of(plan, model, **PLANS[plan])) as sieve, torch.no_grad():
+        cache, tokens = alone(sieve, ids, NEW)
+        found, same, row = drafted(sieve, ids, NEW, viewed(sieve, VIEWS[view]))
+    assert same == tokens
+    assert row.note is None
+    assert row.counts.drafted >= NEW
+    for one, other in zip(contents(cache)[0], contents(found)[0], strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
+    assert contents(cache)[1] == contents(found)[1]
+
+
+def test_the_copy_is_what_the_plan_leaves_of_a_prompt(model):
+    """Re-reading the last tokens after the others' entries gives the evictor what a prefill would have."""
+    ids = tiny_prompt(1, N)
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve, torch.no_grad():
+        cache, tokens = begun(sieve, ids)
+        drafter = view_drafter(sieve, cache, checked_view(SNAPKV, sieve))
+        drafter.extend(tokens)
+        view = drafter.copied()
+        own, _ = begun(sieve, ids)
+    with kvsieve.attach(model, kvsieve.plan(SNAPKV)) as sieve, torch.no_grad():
+        own, _ = begun(sieve, ids)
+    assert view.entries() == own.entries() == [12] * 4
+    for one, other in zip(contents(view)[0], contents(own)[0], strict=True):
+        torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("view", ["reader", "evictor", "codec"])
+def test_a_view_of_itself_is_right_wherever_nothing_is_left_out(model, view):
+    """Views that see all that matters draft the answer itself: all tokens are accepted."""
+    ids = tiny_prompt(1, N)
+    text = {"reader": "exacttopk:budget=16", "evictor": "snapkv:budget=59:window=4:floor=0", "codec": "kivi"}[view]
+    plan = plan_of("exacttopk", model, budget=16) if view == "reader" else kvsieve.plan("full")
+    with kvsieve.attach(model, plan) as sieve, torch.no_grad():
+        row = drafted(sieve, ids, NEW, viewed(sieve, text))[2]
+    least = {"reader": 9, "evictor": 6, "codec": 9}[view]
+    assert row.counts.accepted >= least
+
+
+def test_a_view_that_fails_in_the_middle_leaves_the_cache_as_it_was(model, monkeypatch):
+    ids = tiny_prompt(1, N)
+    calls = []
+
+    def choose(*arguments):
+        calls.append(arguments)
+        if len(calls) == 7:
+            raise RuntimeError("out of luck")
+        return chosen(*arguments)
+
+    chosen = Quest.choose
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve, torch.no_grad():
+        cache, tokens = alone(sieve, ids, NEW)
+        monkeypatch.setattr(Quest, "choose", choose)
+        monkeypatch.setattr(Quest, "recipe", lambda *arguments: None)
+        found, same, row = drafted(sieve, ids, NEW, viewed(sieve, VIEWS["reader"]))
+    assert len(calls) == 7
+    assert "out of luck" in row.note
+    assert same == tokens
+    for one, other in zip(contents(cache)[0], contents(found)[0], strict=True):
+        torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
+
+
+def test_a_copy_of_one_row_of_a_batch(model):
+    """Rows have copies of their own; a reader, which drafts on the cache itself, takes one row only."""
+    ids = tiny_prompt(2, N)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve, torch.no_grad():
+        cache = sieve.new_cache()
+        cache.begin_turn(N, 32)
+        sieve.feed(cache, ids, mask, PassRequest(phase="prefill"))
+        plan = checked_view(SNAPKV, sieve)
+        proposals = []
+        for row in range(2):
+            drafter = view_drafter(sieve, cache, plan, row)
+            drafter.extend([*ids[row][mask[row].bool()].tolist(), 5])
+            proposals.append(drafter.propose(3))
+            single, tokens = begun(sieve, ids[row : row + 1, 9 * row :])
+            drafter = view_drafter(sieve, single, plan)
+            drafter.extend([*tokens[:-1], 5])
+            assert drafter.propose(3) == proposals[-1]
+        with pytest.raises(UnsupportedOptionError, match="holds 2 rows; ask them one by one"):
+            view_drafter(sieve, cache, checked_view(VIEWS["reader"], sieve))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("full", "reads everything"),
+        ("fastkv", "drops tokens between layers"),
+        ("gemfilter", "drops tokens between layers"),
+        ("xattention", "sparse prefill"),
+        ("finch:question_tokens=4", "compresses a prompt while it is prefilled"),
+        ("kvzip", "further passes over the prompt"),
+        ("h2o", "queries of the whole prompt"),
+        ("perturn:base=snapkv", "drops nothing"),
+        ("kivi:tail=4", "encoded so already"),
+    ],
+)
+def test_plans_that_are_no_views_are_refused(model, text, message):
+    with (
+        kvsieve.attach(model, kvsieve.plan("kivi:tail=4")) as sieve,
+        pytest.raises(PlanError, match=f"draft='self:{text}'.*{message}"),
+    ):
+        checked_view(text, sieve)
+
+
+@pytest.mark.parametrize("text", ["quest:budget=100", "snapkv", "lagkv:budget=60:lag=4:floor=0"])
+def test_a_view_of_everything_ends_drafting_with_a_note(model, text):
+    ids = tiny_prompt(1, N)
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve, torch.no_grad():
+        row = drafted(sieve, ids, NEW, viewed(sieve, text))[2]
+    assert not row.counts.drafted
+    assert "would cost as much as the answer" in row.note
+
+
+@pytest.mark.parametrize(
+    ("family", "plan", "message"),
+    [
+        ("qwen3_next", "full", "recurrent layers cannot"),
+        ("llama", "gemfilter", "gemfilter has left some out"),
+        ("llama", "adakv", "heads keep different numbers"),
+    ],
+)
+def test_caches_without_such_a_view_are_refused(family, plan, message):
+    model = tiny_model(family)
+    with kvsieve.attach(model, plan_of(plan, model, budget=20)) as sieve, torch.no_grad():
+        cache = sieve.prefill(tiny_prompt(1, N)).cache
+        with pytest.raises(UnsupportedOptionError, match=message):
+            view_drafter(sieve, cache, checked_view(SNAPKV, sieve))
