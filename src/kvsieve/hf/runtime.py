@@ -203,7 +203,9 @@ class AttachedModel(Unpicklable):
         out = self.run_pass(session, call, logits)
         hidden = None if logits or out is None else out[0]
         found = out.logits if logits and out is not None else None
-        transaction = PassTransaction(session, before) if isinstance(session, AnswerSession) and request.tentative else None
+        transaction = (
+            PassTransaction(session, before) if isinstance(session, AnswerSession) and request.tentative else None
+        )
         return PassResult(hidden, found, session.chosen, cache.turn.record.report, transaction)
 
     def _feed_one(

@@ -18,9 +18,11 @@ class Drafter(ABC):
 
     Attributes:
         free: True if a proposal costs no pass of a model.
+        cost: time of drafting a token, in the model's passes over one token.
     """
 
     free = True
+    cost = 0.0
 
     @abstractmethod
     def extend(self, tokens: Sequence[int]) -> None:

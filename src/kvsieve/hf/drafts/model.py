@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvsieve.errors import PlanError, UnsupportedOptionError
-from kvsieve.hf.drafts.branch import Branch, PlainBranch, greedy, shared_length
+from kvsieve.hf.drafts.branch import Branch, PlainBranch, greedy, shared_length, weight_bytes
 from kvsieve.hf.drafts.drafter import Drafter
 from kvsieve.hf.drafts.translation import Translation
 from kvsieve.hf.model.context import context_of
@@ -67,15 +67,17 @@ class ModelDrafter(Drafter):
 
     Args:
         draft: the smaller model.
-        vocabulary: tokens the verifying model knows.
+        model: verifies.
         translation: between the tokens of the two; None if they are the same.
     """
 
     free = False
 
-    def __init__(self, draft: AttachedModel, vocabulary: int, translation: Translation | None = None) -> None:
+    def __init__(self, draft: AttachedModel, model: AttachedModel, translation: Translation | None = None) -> None:
+        # A token takes as long as its weights take to read.
+        self.cost = weight_bytes(draft) / weight_bytes(model)
         self._draft = draft
-        self._vocabulary = vocabulary
+        self._vocabulary = model.config.vocab_size
         self._translation = translation
         self._tokens: list[int] = []
         self._conversation: Conversation | None = None
@@ -143,7 +145,7 @@ def model_drafter(given: str | Loaded, model: AttachedModel) -> ModelDrafter:
             f"the draft {loaded!r} has another tokenizer and layers with windows or recurrent states, which cannot "
             "take text back: use a draft with the model's tokenizer, or draft='lookup'"
         )
-    return ModelDrafter(draft, model.config.vocab_size, translation)
+    return ModelDrafter(draft, model, translation)
 
 
 def _translation(loaded: Loaded, model: AttachedModel) -> Translation | None:

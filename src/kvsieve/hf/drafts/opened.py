@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvsieve.errors import UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.drafts.drafter import Drafter, RowDrafts
 from kvsieve.hf.drafts.length import DraftLength
 from kvsieve.hf.drafts.lookup import LookupDrafter
+from kvsieve.hf.drafts.model import model_drafter
+from kvsieve.hf.drafts.views import checked_view, view_drafter
 from kvsieve.hf.forward.one_by_one import goes_one_by_one
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.drafts import Draft
@@ -32,10 +33,28 @@ def open_drafts(
         rows: tokens of each row so far, as they were given, the last one not yet fed included; without padding.
 
     Raises:
-        UnsupportedOptionError: the source cannot draft for this model and plan.
+        UnsupportedOptionError: the source cannot draft for this cache; see also `check_draft`.
     """
-    length = pass_slope(model, cache)
-    return [RowDrafts(_drafter(draft), DraftLength(draft.tokens, length, adapt=draft.adapt), row) for row in rows]
+    slope = pass_slope(model, cache)
+    found = []
+    for index, row in enumerate(rows):
+        drafter = _drafter(draft, model, cache, index)
+        found.append(RowDrafts(drafter, DraftLength(draft.tokens, slope, drafter.cost, adapt=draft.adapt), row))
+    return found
+
+
+def check_draft(draft: Draft, model: AttachedModel) -> None:
+    """Raise for a source that cannot draft for a model under its plan; a draft model is loaded.
+
+    Raises:
+        PlanError: a draft model's tokens cannot be mapped, or a plan gives no view.
+        UnsupportedModelError, UnsupportedOptionError: it does not run on the model.
+        ModelNotFoundError, ModelLoadError: a draft model that cannot be loaded.
+    """
+    if draft.model is not None:
+        model_drafter(draft.model, model)
+    if draft.view is not None:
+        checked_view(draft.view, model)
 
 
 def pass_slope(model: AttachedModel, cache: SieveCache) -> float:
@@ -49,7 +68,9 @@ def pass_slope(model: AttachedModel, cache: SieveCache) -> float:
     return _ALONE if plan.read is not None or acts else _TOGETHER
 
 
-def _drafter(draft: Draft) -> Drafter:
-    if draft.kind == "lookup":
-        return LookupDrafter(draft.ngram)
-    raise UnsupportedOptionError(f"draft={str(draft)!r} is not supported; use 'lookup'")
+def _drafter(draft: Draft, model: AttachedModel, cache: SieveCache, row: int) -> Drafter:
+    if draft.model is not None:
+        return model_drafter(draft.model, model)
+    if draft.view is not None:
+        return view_drafter(model, cache, checked_view(draft.view, model), row)
+    return LookupDrafter(draft.ngram)

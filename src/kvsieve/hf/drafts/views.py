@@ -19,7 +19,7 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import SieveLayer, StoreLayer
 from kvsieve.hf.cache.records import TurnRecord
 from kvsieve.hf.compat import tensor_parallel_mesh
-from kvsieve.hf.drafts.branch import Branch, greedy, shared_length
+from kvsieve.hf.drafts.branch import Branch, greedy, shared_length, weight_bytes
 from kvsieve.hf.drafts.drafter import Drafter
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.forward.sparse_read import reading_of
@@ -136,6 +136,7 @@ class ReaderDrafter(Drafter):
     free = False
 
     def __init__(self, model: AttachedModel, cache: SieveCache, plan: Plan) -> None:
+        self.cost = _cost(model, cache)
         self._branch = Branch(model, cache, plan)
         self._newest = -1
 
@@ -163,6 +164,12 @@ class ReaderDrafter(Drafter):
                 f"{branch.plan.name} reads all entries stored of {branch.cache.num_seen} tokens, so a draft would cost "
                 "as much as the answer: give a smaller budget"
             )
+
+
+def _cost(model: AttachedModel, cache: SieveCache) -> float:
+    """Return the least time of drafting a token: that of the weights, in the time of weights and one row's entries."""
+    weights = weight_bytes(model)
+    return weights / (weights + cache.nbytes() / cache.conversation.batch)
 
 
 @contextlib.contextmanager
@@ -193,6 +200,7 @@ class CopyDrafter(Drafter):
     free = False
 
     def __init__(self, model: AttachedModel, cache: SieveCache, plan: Plan, row: int = 0) -> None:
+        self.cost = _cost(model, cache)
         self._model = model
         self._cache = cache
         self._plan = plan

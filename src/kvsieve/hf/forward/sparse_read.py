@@ -151,7 +151,10 @@ def _known(reader: Reader | None, cache: SieveCache, layer: SieveLayer, index: i
     lengths = cache.conversation.prompt_lengths
     turn = cache.turn
     key = (reader, turn.number, lengths, turn.new_tokens)
-    before = store.derived.get("kv_rows")
+    own = cache.owner.plan.read
+    # Drafts may be read by another reader than the plan's; each keeps its pages.
+    name = "kv_rows" if reader is own or reader == own else "drafts_rows"
+    before = store.derived.get(name)
     if isinstance(before, _Known) and before.key == key and before.view is layer.view:
         return before
     settings: list[Any] = [None] * len(lengths)
@@ -161,7 +164,7 @@ def _known(reader: Reader | None, cache: SieveCache, layer: SieveLayer, index: i
         settings = [reader.setting(fact) for fact in facts]
     if layer.view is None and all(setting is None for setting in settings):
         return None
-    known = store.derived["kv_rows"] = _Known(key, layer.view, group_rows(store, layer.view, settings))
+    known = store.derived[name] = _Known(key, layer.view, group_rows(store, layer.view, settings))
     return known
 
 

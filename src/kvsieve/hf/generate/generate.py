@@ -22,6 +22,7 @@ from kvsieve.errors import KvsieveError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.failures import undone_on_failure
 from kvsieve.hf.compat import CACHE, CACHE_NAMES
+from kvsieve.hf.drafts.opened import check_draft
 from kvsieve.hf.forward.own_generate import noting_caches
 from kvsieve.hf.forward.resume import Resume, resuming
 from kvsieve.hf.generate.config import check_config, config_in_effect, end_tokens
@@ -98,6 +99,8 @@ def generate(
     options = asked.options
     config = asked.config
     check_plan_can(model, input_ids, cache, reading, options, config)
+    if asked.draft is not None:
+        check_draft(asked.draft, model)
     clock = _Clock(exact=asked.measure)
     with measure_peak(model.model.device) if asked.measure else contextlib.nullcontext(Peak()) as peak:
         began = time.perf_counter()
@@ -258,6 +261,7 @@ def with_stats(
             criteria = [*(own_criteria or []), clock]
             if draft is not None:
                 check_drafted(config, options)
+                check_draft(draft, model)
                 cache = model.new_cache() if cache is None else cache
                 options[CACHE] = cache
                 answer = DraftedAnswer(model, cache, draft, true_rows(*plain_prompt(options)))
