@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 import kvsieve
 from drafted import alone, drafted
 from kvsieve.errors import PlanError, UnsupportedOptionError
-from kvsieve.hf.drafts import branch
+from kvsieve.hf.drafts import draft_passes
 from kvsieve.hf.drafts.model import model_drafter
 from kvsieve.hf.drafts.translation import Translation
 from kvsieve.planning.roles import Loaded
@@ -37,7 +37,7 @@ PLANS = {
 @pytest.fixture(autouse=True)
 def unsure(monkeypatch):
     """Tiny models are unsure of every token; their drafts go on nevertheless."""
-    monkeypatch.setattr(branch, "LEAST", 0.0)
+    monkeypatch.setattr(draft_passes, "LEAST", 0.0)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import torch
 import kvsieve
 from drafted import alone, begun, drafted
 from kvsieve.errors import PlanError, UnsupportedOptionError
-from kvsieve.hf.drafts import branch
+from kvsieve.hf.drafts import draft_passes
 from kvsieve.hf.drafts.views import checked_view, view_drafter
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.methods import Quest
@@ -66,7 +66,7 @@ CASES = [
 @pytest.fixture(autouse=True)
 def unsure(monkeypatch):
     """Tiny models are unsure of every token; their drafts go on nevertheless."""
-    monkeypatch.setattr(branch, "LEAST", 0.0)
+    monkeypatch.setattr(draft_passes, "LEAST", 0.0)
 
 
 @functools.cache

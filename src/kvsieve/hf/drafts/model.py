@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvsieve.errors import PlanError, UnsupportedOptionError
-from kvsieve.hf.drafts.branch import Branch, PlainBranch, greedy, shared_length, weight_bytes
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.drafts.draft_passes import DraftPasses, PlainDraftPasses, greedy, shared_length, weight_bytes
 from kvsieve.hf.drafts.drafter import Drafter
 from kvsieve.hf.drafts.translation import Translation
 from kvsieve.hf.model.context import context_of
@@ -18,46 +19,41 @@ from kvsieve.planning.roles import Loaded
 
 # Tokens per forward pass over a prompt.
 _CHUNK = 1024
-# The conversation of each draft model's last drafter, for one that continues it.
-_LAST: weakref.WeakKeyDictionary[AttachedModel, Conversation] = weakref.WeakKeyDictionary()
+# The cache of each draft model's last drafter, and the tokens in it, for a drafter that continues the conversation.
+_LAST: weakref.WeakKeyDictionary[AttachedModel, tuple[SieveCache, list[int]]] = weakref.WeakKeyDictionary()
 
 
-class Conversation:
+class DraftedConversation:
     """A conversation in a draft model's cache.
 
     Attributes:
         model: the draft, under an empty plan.
+        cache: of the conversation.
         fed: tokens in the cache, drafted ones included.
     """
 
-    def __init__(self, model: AttachedModel) -> None:
-        cache = model.new_cache()
-        plain = len(cache.sieve_layers) == len(cache.layers)
+    def __init__(self, model: AttachedModel, cache: SieveCache, fed: Sequence[int] = ()) -> None:
         self.model = model
-        self.fed: list[int] = []
-        self._branch = PlainBranch(model, cache) if plain else Branch(model, cache)
-
-    @property
-    def rewrites(self) -> bool:
-        """True if any of its tokens can be taken back, not only those drafted last."""
-        return isinstance(self._branch, PlainBranch)
+        self.cache = cache
+        self.fed = list(fed)
+        self._passes = (PlainDraftPasses if rewrites(cache) else DraftPasses)(model, cache)
 
     def follow(self, tokens: Sequence[int]) -> Tensor:
         """Make `tokens` the content of the cache, and return the logits [V] after them."""
         same = min(shared_length(self.fed, tokens), len(tokens) - 1)
         if not self.fed:
-            logits = prefilled(self.model, self._branch.cache, tokens, _CHUNK).logits
+            logits = prefilled(self.model, self.cache, tokens, _CHUNK).logits
             assert logits is not None
             self.fed = list(tokens)
             return logits[0, -1]
         if same < len(self.fed):
-            self._branch.take_back(len(self.fed) - same)
+            self._passes.take_back(len(self.fed) - same)
         self.fed = list(tokens)
-        return self._branch.feed(tokens[same:])
+        return self._passes.feed(tokens[same:])
 
     def draft(self, logits: Tensor, most: int, vocabulary: int) -> list[int]:
         """Return up to `most` further tokens; logits: of `follow`."""
-        tokens, fed = greedy(self._branch, logits, most, ends_of(self.model), vocabulary)
+        tokens, fed = greedy(self._passes, logits, most, ends_of(self.model), vocabulary)
         self.fed += tokens[:fed]
         return tokens
 
@@ -80,7 +76,7 @@ class ModelDrafter(Drafter):
         self._vocabulary = model.config.vocab_size
         self._translation = translation
         self._tokens: list[int] = []
-        self._conversation: Conversation | None = None
+        self._conversation: DraftedConversation | None = None
         self._note: str | None = None
 
     @property
@@ -113,16 +109,21 @@ class ModelDrafter(Drafter):
 
     def close(self) -> None:
         if self._conversation is not None:
-            _LAST[self._draft] = self._conversation
+            _LAST[self._draft] = self._conversation.cache, self._conversation.fed
         self._conversation = None
 
 
-def _begun(draft: AttachedModel, tokens: Sequence[int]) -> Conversation:
+def _begun(draft: AttachedModel, tokens: Sequence[int]) -> DraftedConversation:
     """Return the draft's last conversation if `tokens` continue it, else a new one."""
-    last = _LAST.pop(draft, None)
-    if last is not None and last.rewrites and 2 * shared_length(last.fed, tokens) > len(last.fed):
-        return last
-    return Conversation(draft)
+    cache, fed = _LAST.pop(draft, (None, []))
+    if cache is not None and rewrites(cache) and 2 * shared_length(fed, tokens) > len(fed):
+        return DraftedConversation(draft, cache, fed)
+    return DraftedConversation(draft, draft.new_cache())
+
+
+def rewrites(cache: SieveCache) -> bool:
+    """Return True if any token of a draft's cache can be taken back, not only those drafted last."""
+    return len(cache.sieve_layers) == len(cache.layers)
 
 
 def model_drafter(given: str | Loaded, model: AttachedModel) -> ModelDrafter:
@@ -140,7 +141,7 @@ def model_drafter(given: str | Loaded, model: AttachedModel) -> ModelDrafter:
     loaded = load_draft(given, model.model)
     translation = _translation(loaded, model)
     draft = model.open_draft(loaded.model)
-    if translation is not None and not Conversation(draft).rewrites:
+    if translation is not None and not rewrites(draft.new_cache()):
         raise UnsupportedOptionError(
             f"the draft {loaded!r} has another tokenizer and layers with windows or recurrent states, which cannot "
             "take text back: use a draft with the model's tokenizer, or draft='lookup'"

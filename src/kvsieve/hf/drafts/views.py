@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -16,10 +17,9 @@ from kvsieve.cache import keep
 from kvsieve.core.selection import pack_ragged
 from kvsieve.errors import PlanError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.cache.layer import SieveLayer, StoreLayer
 from kvsieve.hf.cache.records import TurnRecord
 from kvsieve.hf.compat import tensor_parallel_mesh
-from kvsieve.hf.drafts.branch import Branch, greedy, shared_length, weight_bytes
+from kvsieve.hf.drafts.draft_passes import DraftPasses, greedy, shared_length, weight_bytes
 from kvsieve.hf.drafts.drafter import Drafter
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.forward.sparse_read import reading_of
@@ -137,31 +137,31 @@ class ReaderDrafter(Drafter):
 
     def __init__(self, model: AttachedModel, cache: SieveCache, plan: Plan) -> None:
         self.cost = _cost(model, cache)
-        self._branch = Branch(model, cache, plan)
+        self._passes = DraftPasses(model, cache, plan)
         self._newest = -1
 
     def extend(self, tokens: Sequence[int]) -> None:
         self._newest = tokens[-1] if tokens else self._newest
 
     def propose(self, most: int) -> list[int]:
-        branch = self._branch
-        model = branch.model
-        with _untouched(branch.cache):
-            logits = branch.draft(self._newest)
+        passes = self._passes
+        model = passes.model
+        with _untouched(passes.cache):
+            logits = passes.draft(self._newest)
             self._check_reads_less()
-            tokens, fed = greedy(branch, logits, most, ends_of(model), model.config.vocab_size)
-            branch.take_back(fed + 1)
+            tokens, fed = greedy(passes, logits, most, ends_of(model), model.config.vocab_size)
+            passes.take_back(fed + 1)
         return tokens
 
     def _check_reads_less(self) -> None:
         """Raise UnsupportedOptionError if the reader reads everything that is stored."""
-        branch = self._branch
-        assert branch.plan is not None
-        layers = branch.cache.sieve_layers.items()
-        count = branch.model.num_layers
-        if all(reading_of(branch.plan.read, branch.cache, layer, index, count) is None for index, layer in layers):
+        passes = self._passes
+        assert passes.plan is not None
+        layers = passes.cache.sieve_layers.items()
+        count = passes.model.num_layers
+        if all(reading_of(passes.plan.read, passes.cache, layer, index, count) is None for index, layer in layers):
             raise UnsupportedOptionError(
-                f"{branch.plan.name} reads all entries stored of {branch.cache.num_seen} tokens, so a draft would cost "
+                f"{passes.plan.name} reads all entries stored of {passes.cache.num_seen} tokens, so a draft would cost "
                 "as much as the answer: give a smaller budget"
             )
 
@@ -205,7 +205,7 @@ class CopyDrafter(Drafter):
         self._cache = cache
         self._plan = plan
         self._row = row
-        self._branch: Branch | None = None
+        self._passes: DraftPasses | None = None
         self._tokens: list[int] = []
         # Tokens at the end of the copy that were drafted, and the number before them.
         self._drafted: list[int] = []
@@ -216,22 +216,22 @@ class CopyDrafter(Drafter):
 
     def propose(self, most: int) -> list[int]:
         model = self._model
-        if self._branch is None:
-            self._branch = Branch(model, self.copied(), self._plan)
+        if self._passes is None:
+            self._passes = DraftPasses(model, self.copied(), self._plan)
             self._fed = len(self._tokens) - 1
-        branch = self._branch
+        passes = self._passes
         new = self._tokens[self._fed :]
         same = min(shared_length(self._drafted, new), len(new) - 1)
-        branch.take_back(len(self._drafted) - same)
+        passes.take_back(len(self._drafted) - same)
         self._drafted = []
-        logits = branch.feed(new[same:])
+        logits = passes.feed(new[same:])
         self._fed = len(self._tokens)
-        tokens, fed = greedy(branch, logits, most, ends_of(model), model.config.vocab_size)
+        tokens, fed = greedy(passes, logits, most, ends_of(model), model.config.vocab_size)
         self._drafted = tokens[:fed]
         return tokens
 
     def close(self) -> None:
-        self._branch = None
+        self._passes = None
 
     def copied(self) -> SieveCache:
         """Return the row's entries as the plan would have left them."""
@@ -243,9 +243,10 @@ class CopyDrafter(Drafter):
         if plan.evict is not None:
             self._evict(view)
             return view
+        layer: Any
         for layer in view.all_layers:
-            if isinstance(layer, StoreLayer):
-                _encode(layer, plan.codec)
+            if layer.memory is not None:
+                _encode(layer, plan.codec if layer.is_growing else None)
         return view
 
     def _evict(self, view: SieveCache) -> None:
@@ -266,13 +267,14 @@ class CopyDrafter(Drafter):
             raise UnsupportedOptionError(
                 f"padding is among the last {again} tokens of a row, which {plan.name} reads again: ask rows one by one"
             )
+        for layer in view.sieve_layers.values():
+            layer.state = {}
+            layer.view = None
+        layer: Any
         for layer in view.all_layers:
-            if isinstance(layer, SieveLayer):
-                layer.state = {}
-                layer.view = None
-                _cut(layer, view.num_seen - again, again)
-            elif isinstance(layer, StoreLayer):
-                _cut(layer, length - again, again)
+            if layer.memory is not None:
+                # Windows number tokens without padding.
+                _cut(layer, (view.num_seen if layer.is_growing else length) - again, again)
         view.advance(-again)
         view.conversation.mask = None if mask is None else mask[:, :-again]
         turn.resume(view.num_seen + again, turn.new_tokens, acts=True)
@@ -281,10 +283,10 @@ class CopyDrafter(Drafter):
         self._model.feed(view, ids, mask, PassRequest(plan, "prefill"))
 
 
-def _encode(layer: StoreLayer, codec: Codec | None) -> None:
-    """Give a layer that shares its entries with another its own, encoded if the plan acts on it."""
+def _encode(layer: Any, codec: Codec | None) -> None:
+    """Give a layer that shares its entries with another its own, encoded unless `codec` is None."""
     before = layer.store
-    if isinstance(layer, SieveLayer) and codec is not None:
+    if codec is not None:
         if before.is_encoded:
             layer.store = before.padded()
         layer.encode(codec, ends_prompt=True)
@@ -292,7 +294,7 @@ def _encode(layer: StoreLayer, codec: Codec | None) -> None:
         layer.store = before.clone()
 
 
-def _cut(layer: StoreLayer, end: int, room: int) -> None:
+def _cut(layer: Any, end: int, room: int) -> None:
     """Drop the entries of tokens from `end` on, and give a layer that shares its entries with another its own.
 
     room: tokens that follow.

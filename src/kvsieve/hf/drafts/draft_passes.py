@@ -20,7 +20,7 @@ _PIECE = 256
 LEAST = 0.3
 
 
-class Branch:
+class DraftPasses:
     """A cache of one row with drafted tokens at its end, to be taken back, newest first.
 
     Args:
@@ -68,8 +68,8 @@ class Branch:
         return result.logits[0, -1], result.transaction
 
 
-class PlainBranch(Branch):
-    """A branch under an empty plan, of a model whose layers store all tokens: any of them can be taken back."""
+class PlainDraftPasses(DraftPasses):
+    """Passes under an empty plan, of a model whose layers store all tokens: any of them can be taken back."""
 
     def draft(self, token: int) -> Tensor:
         return self.run([token], PassRequest(phase="decode"))[0]
@@ -78,11 +78,13 @@ class PlainBranch(Branch):
         self.cache.crop(-count)
 
 
-def greedy(branch: Branch, logits: Tensor, most: int, ends: Collection[int], vocabulary: int) -> tuple[list[int], int]:
+def greedy(
+    passes: DraftPasses, logits: Tensor, most: int, ends: Collection[int], vocabulary: int
+) -> tuple[list[int], int]:
     """Draft the most probable tokens, one after another.
 
     Args:
-        branch: with the conversation.
+        passes: with the conversation.
         logits: [V] after its last token.
         most: tokens to draft, at least one.
         ends: tokens that end an answer, and the draft.
@@ -102,7 +104,7 @@ def greedy(branch: Branch, logits: Tensor, most: int, ends: Collection[int], voc
         tokens.append(int(token))
         if len(tokens) == most or tokens[-1] in ends:
             return tokens, len(tokens) - 1
-        logits = branch.draft(tokens[-1])
+        logits = passes.draft(tokens[-1])
 
 
 def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
