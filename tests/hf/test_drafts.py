@@ -247,6 +247,26 @@ def test_a_chat_drafts():
     assert replies[1].stats.drafts.drafted
 
 
+def test_saved_caches_and_stores_go_along(tmp_path):
+    model = tiny_model()
+    tokenizer = chat_tokenizer()
+    texts = ["w1 w2 w3 w4 " * 6, "w1 w2 w3 w4 " * 6 + "w5"]
+    found = {}
+    for source in (None, DRAFT):
+        with kvsieve.attach(model, kvsieve.plan("full"), tokenizer=tokenizer) as sieve:
+            store = kvsieve.store.PrefixStore(tmp_path / str(source))
+            options = {"store": store, "draft": source, "max_new_tokens": LENGTH}
+            answers = [sieve.ask(text, **options).sequences.tolist() for text in texts]
+            first = sieve.generate(tiny_prompt(), draft=source, **greedy(max_new_tokens=5))
+            sieve.save(first.cache, tmp_path / f"{source}.cache")
+            cache = sieve.load(tmp_path / f"{source}.cache").cache
+            more = torch.cat([first.sequences, tiny_prompt(1, 9)], 1)
+            later = sieve.generate(more, cache=cache, draft=source, **greedy(max_new_tokens=LENGTH))
+            found[source] = [answers, later.sequences.tolist()]
+    assert found[None] == found[DRAFT]
+    assert later.stats.drafts.drafted
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

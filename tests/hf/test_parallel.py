@@ -45,6 +45,8 @@ def named(*args, **kwargs):
 CASES = {
     "full": (named("full"), {}),
     "snapkv": (named("snapkv", budget=16, **WINDOW), {}),
+    "snapkv drafts": (named("snapkv", budget=16, **WINDOW), {"draft": "lookup:ngram=1:adapt=false"}),
+    "h2o drafts": (named("h2o", budget=14), {"draft": "lookup:ngram=1:adapt=false"}),
     "snapkv beams": (named("snapkv", budget=16, **WINDOW), {"num_beams": 2}),
     "snapkv sampled": (named("snapkv", budget=16, **WINDOW), {"do_sample": True}),
     "snapkv per query head": (named("snapkv", budget=16, per_query_head=True, **WINDOW), {}),
