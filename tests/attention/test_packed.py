@@ -154,3 +154,22 @@ def test_large_logits_and_numbers_neither_overflow_nor_vanish():
     for kernel in (False, native.reason() is None):
         ours = packed_attention(query, store, scale=1.0, kernel=kernel)
         torch.testing.assert_close(ours, wanted, atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+def test_several_new_tokens_see_entries_up_to_their_own(padded, dtype):
+    """In batches with padding, some of it among the new tokens, which padding alone sees."""
+    batch, new, groups = 2, 5, 3
+    valid = torch.arange(100) >= torch.tensor([[70], [0]]) if padded else None
+    store = packed(Formats(of_keys=channel(4), of_values=token(4, 32)), 100, 64, 64, dtype, batch, valid)
+    keys, values = torch.randn(2, batch, HEADS, new, 64).to(dtype)
+    real = torch.tensor([[True] * new, [True, False, True, True, False]]) if padded else None
+    store.append(keys, values, torch.arange(100, 100 + new)[None], real)
+    query = torch.randn(batch, HEADS * groups, new, 64).to(dtype)
+    terms = AttentionTerms(None, torch.tensor([0.5, -9, 2, 0, 9, -4]))
+    wanted = reference_attention(query, store.keys, store.values, scale=0.2, valid=store.valid, terms=terms)
+    close = 1e-5 if dtype == torch.float32 else 3e-2
+    for kernel in [False] if native.reason() else [False, True]:
+        ours = packed_attention(query, store, scale=0.2, terms=terms, kernel=kernel)
+        torch.testing.assert_close(ours, wanted, atol=close, rtol=close)

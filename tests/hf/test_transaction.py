@@ -13,8 +13,8 @@ from kvsieve.core.codes import CodeFormat
 from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
 from kvsieve.hf.cache.layer import StoreLayer, WindowLayer
 from kvsieve.hf.compat import CACHE
+from kvsieve.hf.forward.parts import PartSession
 from kvsieve.hf.forward.request import PassRequest
-from kvsieve.hf.forward.transaction import AnswerSession
 from kvsieve.methods import H2O, AdaKV, SnapKV
 from small import plan_of
 from tiny_models import build
@@ -143,6 +143,19 @@ def test_tokens_at_once_equal_tokens_one_by_one(case):
             same_records(tried, plain)
 
 
+def sizes_of_parts(monkeypatch):
+    """Note, by layer, how many tokens attend together."""
+    parts = {}
+    own = PartSession.read
+
+    def noted(self, index, layer, asked):
+        parts.setdefault(index, []).append(self.tokens.size)
+        return own(self, index, layer, asked)
+
+    monkeypatch.setattr(PartSession, "read", noted)
+    return parts
+
+
 ONLY_STORE = ["full", "adakv", "quest", "sparq", "exacttopk", "rocketkv", "perturn", "shared KV, read"]
 
 
@@ -156,10 +169,33 @@ def test_layers_that_only_store_attend_at_once(case, dtype, monkeypatch):
     with kvsieve.attach(model, plan_of(name, model, **given)) as sieve, torch.no_grad():
         before = read(sieve)
         wanted = one_by_one(sieve, before.fork(), torch.cat([ids[:, :3], more], 1))
-        monkeypatch.setattr(AnswerSession, "_one_by_one", None)
+        parts = sizes_of_parts(monkeypatch)
         found = feed(sieve, before, ids, tentative=True)
+        assert parts and all(sizes == [NEW] for sizes in parts.values())
         found.transaction.accept(3)
         close(torch.cat([found.logits[:, :3], feed(sieve, before, more).logits], 1), wanted)
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    {
+        "full": [5],
+        "snapkv every=3": [1, 3, 1],
+        "h2o every=3": [1, 3, 1],
+        "h2o": [1, 1, 1, 1, 1],
+        "tova every=2": [2, 2, 1],
+        "lagkv": [1, 3, 1],
+        "codec": [5],
+        "shared KV": [1, 1, 1, 1, 1],
+    }.items(),
+)
+def test_tokens_pass_a_layer_together_up_to_the_next_act(case, sizes, monkeypatch):
+    model, plan = planned(case)
+    with kvsieve.attach(model, plan) as sieve, torch.no_grad():
+        cache = read(sieve)
+        parts = sizes_of_parts(monkeypatch)
+        feed(sieve, cache, tokens(2, NEW, 5))
+    assert parts and all(found == sizes for found in parts.values())
 
 
 def same_records(ours, theirs):

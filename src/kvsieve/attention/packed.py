@@ -65,11 +65,9 @@ def _c(request: _Request) -> Tensor:
     bodies = _bodies(store)
     narrow = asked.query.dtype == torch.bfloat16
     cap = asked.softcap
-    if asked.query.shape[2] > 1:
-        # Each token sees others of the exact entries, which are few.
-        parts = [_over_exact(query, request), *(_body_by_c(query, body, narrow, cap) for body in bodies)]
-        return _by_head(request, joined(parts, _sinks(request)))
-    exact = native.AskedExact(query, store.exact.keys, store.exact.values, _seen(store))
+    valid = store.exact.valid
+    real = None if valid is None else valid.expand(-1, store.heads, -1).flatten(0, 1)
+    exact = native.AskedExact(query, store.exact.keys, store.exact.values, real, asked.query.shape[2])
     tokens = bodies[0].tokens if bodies else _TOKENS
     sinks = _sinks(request)
     if not bodies:

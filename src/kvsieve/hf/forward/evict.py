@@ -105,16 +105,23 @@ def _asked(ctx: LayerContext, index: int) -> Tensor | None:
     return second_moments(ctx.query[:, :, -ASKED:], ctx.keys.shape[1], ctx.valid) if index == ctx.layer_idx else None
 
 
-def drops_nothing(plan: Plan, step: Step, where: tuple[int, int], layer: SieveLayer) -> bool:
-    """Return True if a frequently called evictor reports that it would drop nothing of a layer now.
+def drops_nothing(
+    plan: Plan, step: Step, where: tuple[int, int], layer: SieveLayer, stored: tuple[int, ...] | None = None
+) -> bool:
+    """Return True if a frequently called evictor reports that it would drop nothing of a layer.
 
-    where: the layer's index, and the number of layers.
+    Args:
+        plan: of the pass.
+        step: the pass.
+        where: the layer's index, and the number of layers.
+        layer: the layer.
+        stored: real entries of each row then; None for those of now.
     """
     evictor = plan.evict
     # Where heads keep different numbers, other processes may have to act.
     if evictor is None or step.phase == "prefill" or evictor.traits.ragged:
         return False
-    return evictor.is_noop(*where, layer.store.lengths, layer.state)
+    return evictor.is_noop(*where, layer.store.lengths if stored is None else stored, layer.state)
 
 
 def check_protected(part: Role, ctx: LayerContext, selection: Selection, offered: int | None = None) -> None:

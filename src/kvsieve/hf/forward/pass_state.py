@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,11 +91,21 @@ class PassState:
     def due(self) -> tuple[bool, ...]:
         """Per row, True if an evictor that acts while decoding acts in this pass; a single value while rows agree."""
         step = self.step
+        return self.due_after(self.cache.turn.decoded + self.ahead + step.num_new, step.lengths, step.mask is not None)
+
+    def due_after(self, decoded: int, lengths: Sequence[int], padded: bool) -> tuple[bool, ...]:
+        """Return the same for a token of an answer.
+
+        Args:
+            decoded: columns of the answer up to it.
+            lengths: tokens of each row up to it.
+            padded: the conversation has padding.
+        """
         steps = self.when.steps
-        if step.phase == "prefill" or steps is None:
+        if self.step.phase == "prefill" or steps is None:
             return ()
-        if step.mask is None:
-            return ((self.cache.turn.decoded + self.ahead + step.num_new) % steps == 0,)
+        if not padded:
+            return (decoded % steps == 0,)
         # Rows with removed tokens have decoded fewer.
-        pairs = zip(step.lengths, self.cache.conversation.prompt_lengths, strict=True)
+        pairs = zip(lengths, self.cache.conversation.prompt_lengths, strict=True)
         return tuple((length - prompt) % steps == 0 for length, prompt in pairs)

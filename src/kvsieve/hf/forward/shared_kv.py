@@ -34,7 +34,7 @@ def attend_shared(session: Session, index: int, source: int, asked: AttentionQue
         return attend_stored_window(lent, asked)
     assert isinstance(lent, SieveLayer)
     if isinstance(session, AnswerSession):
-        return _of_answer(session, index, source, lent, asked)
+        return _of_answer(session, index, source, asked)
     if not session.reads_as_answer:
         where = index, session.model.num_layers
         return attend_stored(session.plan.prefill, session.cache.turn, session.step, where, asked, lent.store)
@@ -57,11 +57,11 @@ def _without_last(layer: SieveLayer, tokens: int) -> SieveLayer:
     return before
 
 
-def _of_answer(session: AnswerSession, index: int, source: int, lent: SieveLayer, asked: AttentionQueries) -> Tensor:
+def _of_answer(session: AnswerSession, index: int, source: int, asked: AttentionQueries) -> Tensor:
     """Attend with several tokens of an answer: each sees the entries that existed at its turn."""
-    if source not in session.steps[0].lent:
-        return session.read_all(index, lent, asked)
     outs = []
-    for at, step in enumerate(session.steps):
-        outs.append(attend_shared(step, index, source, asked.part(slice(at, at + 1)), step.lent[source][1]))
-    return torch.cat(outs, 2)
+    for part in session.parts.taken[source]:
+        lent, _ = part.lent[source]
+        assert isinstance(lent, SieveLayer)
+        outs.append(part.read(index, lent, asked.part(part.columns)))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 2)

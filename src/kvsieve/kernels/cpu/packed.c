@@ -242,6 +242,7 @@ typedef struct {
     const void *keys, *values; // [R, capacity, D] and [R, capacity, Dv]
     const uint8_t *real;       // [R, size], or null
     int64_t size, key_row, value_row, kind; // kind of numbers: 0 float32, 1 bfloat16, 2 float16
+    int64_t fresh;                          // how many of the last are of new tokens; query g is of token g % fresh
 } Exact;
 
 static void numbers(const void *from, int64_t at, int64_t kind, int count, float *restrict x) {
@@ -276,38 +277,62 @@ typedef struct {
 typedef struct {
     float *x, *logits, *turned, *spare, *acc, *top, *sum;
     void *space;       // of pairs.h: decoded entries,
-    uint32_t *pairs;   // queries [G, D / 2],
+    uint16_t *order;   // channels in the order of keys [D],
+    float *ordered;    // queries in that order [G, D],
+    uint32_t *pairs;   // the same in pairs [G, D / 2],
     uint16_t *weights; // and weights [Dv / group, G, step]
     int step; // from the logits of a query head to those of the next
 } Scratch;
 
 // Turn logits [G, step] of which `fill` are there into weights; shrink what was summed before.
-// real: null, or 0 for those that are hidden. base: [G], added to all, or null.
-static void soften(const Job *job, const float *base, const uint8_t *real, int fill, int wide, Scratch *my) {
+// base: [G], added to all, or null. Query g sees places up to its own, which is first + g % fresh, of those with a
+// `real` of 0 its own only; null: all are real.
+static void soften(const Job *job, const float *base, const uint8_t *real, int64_t first, int64_t fresh, int fill,
+                   int wide, Scratch *my) {
     for (int g = 0; g < job->groups; g++) {
         float *restrict l = my->logits + g * my->step, add = base ? base[g] : 0.0f;
+        int64_t own = first + g % fresh;
+        int seen = own + 1 >= fill ? fill : own < 0 ? 0 : (int)own + 1;
         if (base)
-            for (int t = 0; t < fill; t++) l[t] += add;
+            for (int t = 0; t < seen; t++) l[t] += add;
         if (job->cap > 0)
-            for (int t = 0; t < fill; t++) l[t] = job->cap * tanhf(l[t] / job->cap);
+            for (int t = 0; t < seen; t++) l[t] = job->cap * tanhf(l[t] / job->cap);
         if (real)
-            for (int t = 0; t < fill; t++) l[t] = real[t] ? l[t] : -INFINITY;
-        float most = top_of(l, fill);
+            for (int t = 0; t < seen; t++) l[t] = real[t] || t == own ? l[t] : -INFINITY;
+        float most = top_of(l, seen);
         float now = most > my->top[g] ? most : my->top[g], total = 0;
         if (now == -INFINITY) {
             for (int t = 0; t < fill; t++) l[t] = 0;
             continue;
         }
         float before = my->top[g] == -INFINITY ? 0.0f : exp_of(my->top[g] - now);
-        for (int t = 0; t < fill; t++) l[t] = exp_of(l[t] - now);
+        for (int t = 0; t < seen; t++) l[t] = exp_of(l[t] - now);
         if (real)
-            for (int t = 0; t < fill; t++) l[t] = real[t] ? l[t] : 0.0f;
-        for (int t = 0; t < fill; t++) total += l[t];
+            for (int t = 0; t < seen; t++) l[t] = real[t] || t == own ? l[t] : 0.0f;
+        for (int t = seen; t < fill; t++) l[t] = 0;
+        for (int t = 0; t < seen; t++) total += l[t];
         my->sum[g] = my->sum[g] * before + total;
         my->top[g] = now;
         if (before != 1.0f)
             for (int j = 0; j < wide; j++) my->acc[g * wide + j] *= before;
     }
+}
+
+// 1 where keys meet queries as pairs of bfloat16.
+static int is_paired(const Job *job, const Part *keys, int dim) {
+#if defined(WITH_PAIRS)
+    return job->narrow && (!keys->group || keys->group == dim) && pairs_fit(keys, dim);
+#else
+    (void)job, (void)keys, (void)dim;
+    return 0;
+#endif
+}
+
+// Put n numbers in the given order.
+static void in_order(const uint16_t *order, int n, float *restrict x) {
+    float before[n + 1];
+    memcpy(before, x, n * sizeof(float));
+    for (int j = 0; j < n; j++) x[j] = before[order[j]];
 }
 
 #if defined(WITH_PAIRS)
@@ -344,21 +369,22 @@ static void one_block(const Job *job, const Part *keys, const Part *values, int6
     // A scale for each channel goes into the query, one for each entry into its logit, or its weight.
     int by_entry = keys->group == dim, value_by_entry = values->group == wide;
     float *sum_of = my->spare, middle = 0, scale[most], zero[most];
-    int paired = 0;
+    int paired = is_paired(job, keys, dim);
+    const float *ordered = paired ? my->ordered : query;
 #if defined(WITH_PAIRS)
-    paired = job->narrow && (!keys->group || by_entry) && pairs_fit(keys, dim);
     if (paired) middle = pairs_middle(keys);
 #endif
     if (!keys->group) {
         halves(keys->scale + block * dim, dim, scale);
         if (keys->zero) halves(keys->zero + block * dim, dim, zero);
+        if (paired) in_order(my->order, dim, scale), in_order(my->order, keys->zero ? dim : 0, zero);
     } else if (by_entry) {
         halves(keys->scale + block * tokens, fill, scale);
         if (keys->zero) halves(keys->zero + block * tokens, fill, zero);
     }
     for (int g = 0; g < groups; g++) {
         float sum = 0;
-        const float *restrict q = query + g * dim;
+        const float *restrict q = ordered + g * dim;
         float *restrict to = my->turned + g * dim;
         if (!keys->group) {
             for (int j = 0; j < dim; j++) to[j] = q[j] * scale[j];
@@ -373,7 +399,7 @@ static void one_block(const Job *job, const Part *keys, const Part *values, int6
     }
 #if defined(WITH_PAIRS)
     if (paired) {
-        for (int g = 0; g < groups; g++) pairs_query(my->turned + g * dim, (int)keys->bits, dim, my->pairs + g * dim / 2);
+        narrow_all(my->turned, groups * dim, (uint16_t *)my->pairs);
         pairs_logits(keys, keys->packed + block * tokens * keys->bytes, fill, dim, my->pairs, groups, my->step,
                      my->space, my->logits);
     }
@@ -400,7 +426,7 @@ static void one_block(const Job *job, const Part *keys, const Part *values, int6
         if (t < fill)
             for (int g = 0; g < groups; g++) my->logits[g * my->step + t] += query[g * dim + at % dim] * extra;
     }
-    soften(job, job->base ? job->base + row * groups : 0, 0, fill, wide, my);
+    soften(job, job->base ? job->base + row * groups : 0, 0, fill, 1, fill, wide, my);
     for (int i = 0; i < values->apart; i++) {
         int at = values->places[block * values->apart + i], t = at / wide;
         float extra = of_float16(values->extra[block * values->apart + i]);
@@ -446,7 +472,7 @@ static void exact_entries(const Job *job, const Exact *exact, int64_t row, int64
         numbers(exact->keys, row * exact->key_row + (start + at) * dim, exact->kind, n * dim, my->x);
         of_keys->logits(query, my->x, dim, groups, my->step, my->logits + at);
     }
-    soften(job, 0, real, fill, wide, my);
+    soften(job, 0, real, exact->size - exact->fresh - start, exact->fresh, fill, wide, my);
     for (int at = 0; at < fill; at += FEW) {
         int n = fill - at < FEW ? fill - at : FEW;
         numbers(exact->values, row * exact->value_row + (start + at) * wide, exact->kind, n * wide, my->x);
@@ -468,6 +494,12 @@ static void one_part(const Job *job, const Part *keys, const Part *values, const
         }
         return;
     }
+#if defined(WITH_PAIRS)
+    if (is_paired(job, keys, dim))
+        for (int g = 0; g < groups; g++)
+            for (int j = 0; j < dim; j++)
+                my->ordered[g * dim + j] = job->query[(row * groups + g) * dim + my->order[j]];
+#endif
     int64_t first = split * job->per_row / parts, last = (split + 1) * job->per_row / parts;
     for (int64_t i = row * job->per_row + first; i < row * job->per_row + last; i++)
         if (job->fills[i]) one_block(job, keys, values, row, job->table[i], (int)job->fills[i], dim, wide, my);
@@ -504,7 +536,8 @@ int packed_attention(const Job *job, const Part *keys, const Part *values, const
     // Decoded entries of pairs.h: keys of 16, or a chunk of all values in 2 bits; queries; weights of as many groups of
     // channels as codes in a byte.
     size_t space = 64 * (size_t)(dim / 2 + 2 * step), queries = (size_t)groups * dim * 2 / 64 * 64 + 64;
-    size_t all = job->narrow ? size + space + queries + (size_t)groups * step * 4 * 2 : size;
+    size_t ordered = 4 * (size_t)groups * dim, order = (2 * (size_t)dim + 63) / 64 * 64;
+    size_t all = job->narrow ? size + space + queries + (size_t)groups * step * 4 * 2 + ordered + order : size;
 #pragma omp parallel
     {
         float *scratch = allocate_lines(all);
@@ -515,7 +548,12 @@ int packed_attention(const Job *job, const Part *keys, const Part *values, const
             my.spare = my.turned + groups * dim;
             my.space = (char *)scratch + size;
             my.pairs = (uint32_t *)((char *)my.space + space);
-            my.weights = (uint16_t *)((char *)my.pairs + queries);
+            my.order = (uint16_t *)((char *)my.pairs + queries);
+            my.ordered = (float *)((char *)my.order + order);
+            my.weights = (uint16_t *)(my.ordered + (size_t)groups * dim);
+#if defined(WITH_PAIRS)
+            if (keys && is_paired(job, keys, dim)) pairs_order((int)keys->bits, dim, my.order);
+#endif
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t cell = 0; cell < cells; cell++) {

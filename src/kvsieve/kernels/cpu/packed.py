@@ -27,7 +27,7 @@ class _PackedFields(Structure):
 class _ExactFields(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("keys", "values", "real")),
-        *((name, c_int64) for name in ("size", "key_row", "value_row", "kind")),
+        *((name, c_int64) for name in ("size", "key_row", "value_row", "kind", "fresh")),
     )
 
 
@@ -99,13 +99,15 @@ class AskedExact:
         query: float32 [R, G, D], scaled.
         keys: [B, H, size, D], possibly a view of a larger buffer.
         values: [B, H, size, Dv], possibly a view of a larger buffer.
-        real: bool [R, size], False for hidden entries; None if there are none.
+        real: bool [R, size], False for entries that only their own query sees; None if there are none.
+        fresh: new tokens, whose entries are the last ones. A head's queries, one of each, follow each other.
     """
 
     query: Tensor
     keys: Tensor
     values: Tensor
     real: Tensor | None
+    fresh: int = 1
 
 
 def reason() -> str | None:
@@ -121,7 +123,7 @@ def attend(
     cap: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one token over encoded and exact entries; one of the two may be None.
+    """Attention of new tokens over encoded and exact entries; one of the two may be None.
 
     Args:
         encoded: encoded entries.
@@ -205,7 +207,7 @@ def _exact_part(exact: AskedExact) -> tuple[_ExactFields, object]:
     real = None if exact.real is None else exact.real.contiguous()
     exact_fields = _ExactFields(
         *map(_address, (keys, values, real)),
-        *(keys.shape[2], keys.stride(1), values.stride(1), _KINDS[keys.dtype]),
+        *(keys.shape[2], keys.stride(1), values.stride(1), _KINDS[keys.dtype], exact.fresh),
     )
     return exact_fields, (keys, values, real)
 

@@ -44,17 +44,15 @@ INLINE __m512i pairs_load(const uint8_t *b, int apart) {
     return _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)(b + 3 * apart)), 3);
 }
 
-// A query as keys are read: pairs [bytes / CHUNK, 4, 16 / bits] of channels.
-static void pairs_query(const float *q, int bits, int dim, uint32_t *out) {
+// The channels of a query as keys are read, two and two: pairs [bytes / CHUNK, 4, 16 / bits].
+static void pairs_order(int bits, int dim, uint16_t *out) {
     int n = dim * bits / 8;
-    uint16_t numbers[dim];
-    narrow_all(q, dim, numbers);
     for (int at = 0; at < n; at += 4)
         for (int byte = at; byte < at + 2; byte++)
-            for (int low = byte; low < dim; low += n) *out++ = numbers[low] | (uint32_t)numbers[low + 2] << 16;
+            for (int low = byte; low < dim; low += n) *out++ = (uint16_t)low, *out++ = (uint16_t)(low + 2);
 }
 
-// Keys of 16 entries, a lane each, in the order of `pairs_query`; n: bytes of one.
+// Keys of 16 entries, a lane each, in the order of `pairs_order`; n: bytes of one.
 INLINE void pairs_keys(const uint8_t *b, int n, int bits, __m512i table, __m512i *out) {
     for (int c = 0; c < n; c += CHUNK) {
         __m512i x[4], y[4], column[4];

@@ -19,10 +19,10 @@
 #define BYTES 16
 #endif
 #define LANES (BYTES / 4)
-// Rows of a weight that are read side by side where there are several rows of x. One after another they are a single
-// stream, which memory is fastest at; side by side each part of x is fetched once for all of them.
+// Neighbouring rows of a weight that are read side by side where there are several rows of x, so that each part of x is
+// fetched once for all of them. Memory does not bring such rows by itself in time: they are read ahead.
 #define BESIDE (LANES == 16 ? 4 : 2)
-#define TOGETHER 4 // rows of x
+#define TOGETHER 6 // rows of x, at most
 // Rows of a weight of a thread's turn: of one row of x, of several; and the fewest where turns are few.
 #define TURN 16
 #define LONG 64
@@ -79,27 +79,69 @@ INLINE float total(Floats x) {
 #endif
 }
 
+#if BYTES == 64
+// Lane i of the result: the sum of all lanes of a[i], added in the order of `total`.
+INLINE __m512 totals(const Floats *a) {
+    __m512 half[8], quarter[4], eighth[2];
+#define ADDED(SHUFFLE, X, Y, LOW, HIGH) _mm512_add_ps(SHUFFLE(X, Y, LOW), SHUFFLE(X, Y, HIGH))
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        half[2 * i] = ADDED(_mm512_shuffle_f32x4, (__m512)a[i], (__m512)a[4 + i], 0x44, 0xee);
+        half[2 * i + 1] = ADDED(_mm512_shuffle_f32x4, (__m512)a[8 + i], (__m512)a[12 + i], 0x44, 0xee);
+        quarter[i] = ADDED(_mm512_shuffle_f32x4, half[2 * i], half[2 * i + 1], 0x88, 0xdd);
+    }
+    for (int i = 0; i < 2; i++) eighth[i] = ADDED(_mm512_shuffle_ps, quarter[2 * i], quarter[2 * i + 1], 0x44, 0xee);
+    return ADDED(_mm512_shuffle_ps, eighth[0], eighth[1], 0x88, 0xdd);
+#undef ADDED
+}
+#endif
+
+// The sums of all lanes of each of `count` vectors.
+INLINE void all_totals(const Floats *a, int count, float *sums) {
+    int i = 0;
+#if BYTES == 64
+#pragma GCC unroll 2
+    while (count - i >= 8) {
+        int n = count - i < 16 ? count - i : 16;
+        Floats some[16];
+#pragma GCC unroll 16
+        for (int k = 0; k < 16; k++) some[k] = k < n ? a[i + k] : (Floats){0};
+        _mm512_mask_storeu_ps(sums + i, (__mmask16)((1 << n) - 1), totals(some));
+        i += n;
+    }
+#endif
+#pragma GCC unroll 32
+    for (; i < count; i++) sums[i] = total(a[i]);
+}
+
 // Sums [outputs, rows] of products of as many rows of a weight and of x, whose last vector may be a part: `rest` bytes.
+// Meanwhile `lines` vectors for each of their own are read ahead, from `ahead` on.
 INLINE void tile(const char *w, int64_t next_w, const char *x, int64_t next_x, int64_t vectors, int64_t rest,
-                 int outputs, int rows, int form, float *sums) {
+                 int outputs, int rows, int form, const char *ahead, int lines, float *sums) {
     Floats a[BESIDE * TOGETHER];
     int64_t each = IS_SPLIT(form) ? 2 * BYTES : BYTES;
+#pragma GCC unroll 32
     for (int i = 0; i < outputs * rows; i++) a[i] = (Floats){0};
-    for (int64_t v = 0; v < vectors; v++)
+    for (int64_t v = 0; v < vectors; v++) {
+#pragma GCC unroll 4
+        for (int i = 0; i < lines; i++) __builtin_prefetch(ahead + (v * lines + i) * BYTES, 0, 2);
 #pragma GCC unroll 8
         for (int o = 0; o < outputs; o++) {
             Words y = words_at(w + o * next_w + v * BYTES);
 #pragma GCC unroll 8
-            for (int r = 0; r < rows; r++) a[o * rows + r] = added(a[o * rows + r], x + r * next_x + v * each, y, form);
+            for (int r = 0; r < rows; r++) a[r * outputs + o] = added(a[r * outputs + o], x + r * next_x + v * each, y, form);
         }
+    }
     if (rest)
+#pragma GCC unroll 8
         for (int o = 0; o < outputs; o++) {
             char last[BYTES] = {0};
             memcpy(last, w + o * next_w + vectors * BYTES, (size_t)rest);
+#pragma GCC unroll 8
             for (int r = 0; r < rows; r++)
-                a[o * rows + r] = added(a[o * rows + r], x + r * next_x + vectors * each, words_at(last), form);
+                a[r * outputs + o] = added(a[r * outputs + o], x + r * next_x + vectors * each, words_at(last), form);
         }
-    for (int i = 0; i < outputs * rows; i++) sums[i] = total(a[i]);
+    all_totals(a, outputs * rows, sums);
 }
 
 typedef struct {
@@ -107,39 +149,69 @@ typedef struct {
     int64_t next, rows, vectors, rest; // next: bytes from row to row
 } Given;
 
-INLINE void put(const Weight *weight, void *out, int64_t at, int64_t row, float sum, int form) {
+// Sums [outputs, rows] become numbers of `out`, from output `at` and row `row` on.
+INLINE void put(const Weight *weight, void *out, int64_t at, int64_t row, int outputs, int rows, float *sums, int form) {
     int half = form == HALVES;
-    if (weight->bias) sum += half ? of_half(((const uint16_t *)weight->bias)[at]) : ((const float *)weight->bias)[at];
-    if (half) ((uint16_t *)out)[row * weight->width + at] = to_half(sum);
-    else ((float *)out)[row * weight->width + at] = sum;
+    char *to = (char *)out + (row * weight->width + at) * OTHER(form);
+    if (weight->bias)
+        for (int o = 0; o < outputs; o++) {
+            int64_t i = at + o;
+            float more = half ? of_half(((const uint16_t *)weight->bias)[i]) : ((const float *)weight->bias)[i];
+            for (int r = 0; r < rows; r++) sums[r * outputs + o] += more;
+        }
+    uint16_t halves[BESIDE * TOGETHER];
+    if (half)
+        for (int i = 0; i < outputs * rows; i++) halves[i] = to_half(sums[i]);
+    for (int r = 0; r < rows; r++)
+        memcpy(to + r * weight->width * OTHER(form), half ? (void *)(halves + r * outputs) : (void *)(sums + r * outputs),
+               (size_t)(outputs * OTHER(form)));
 }
 
-// Products of `outputs` rows of a weight, `apart` from one another, with `rows` rows of x.
-INLINE void some(const Weight *weight, const Given *given, int64_t next, void *out, int64_t at, int64_t apart,
-                 int64_t row, int outputs, int rows, int form) {
+// Products of `outputs` rows of a weight, from row `at` on, with `rows` rows of x. ahead, lines: as in `tile`.
+INLINE void some(const Weight *weight, const Given *given, int64_t next, void *out, int64_t at, int64_t row,
+                 int outputs, int rows, int form, const char *ahead, int lines) {
     float sums[BESIDE * TOGETHER];
     const char *w = (const char *)weight->weight + at * next;
     const char *x = given->x + row * given->next;
-    tile(w, next * apart, x, given->next, given->vectors, given->rest, outputs, rows, form, sums);
-    for (int o = 0; o < outputs; o++)
-        for (int r = 0; r < rows; r++) put(weight, out, at + o * apart, row + r, sums[o * rows + r], form);
+    tile(w, next, x, given->next, given->vectors, given->rest, outputs, rows, form, ahead, lines, sums);
+    put(weight, out, at, row, outputs, rows, sums, form);
+}
+
+// The same of BESIDE rows of a weight with all rows of x, in groups that differ by one row at most. The weights of the
+// next outputs are read ahead, a part of them by each group.
+INLINE void each_group(const Weight *weight, const Given *given, int64_t next, void *out, int64_t at, int form) {
+    int64_t groups = (given->rows + TOGETHER - 1) / TOGETHER, row = 0;
+    const char *ahead = (const char *)weight->weight + (at + BESIDE) * next;
+    for (int64_t left = groups; left; left--) {
+        int64_t rows = (given->rows - row + left - 1) / left;
+#define SOME(ROWS, LINES) some(weight, given, next, out, at, row, BESIDE, ROWS, form, ahead, LINES)
+        if (groups == 1)
+            switch (rows) {
+            case 2: SOME(2, 4); break;
+            case 3: SOME(3, 4); break;
+            case 4: SOME(4, 4); break;
+            case 5: SOME(5, 4); break;
+            default: SOME(6, 4);
+            }
+        else
+            switch (rows) {
+            case 3: SOME(3, 2); break;
+            case 4: SOME(4, 2); break;
+            case 5: SOME(5, 2); break;
+            default: SOME(6, 2);
+            }
+#undef SOME
+        row += rows, ahead += 2 * given->vectors * BYTES;
+    }
 }
 
 // The same of all rows of a weight in [from, to).
-INLINE void turn_of(const Weight *weight, const Given *given, int64_t next, void *out, int64_t from, int64_t to,
-                    int64_t row, int beside, int rows, int form) {
-    int64_t apart = (to - from) / beside, at = from;
-    for (; at < from + apart; at++) some(weight, given, next, out, at, apart, row, beside, rows, form);
-    for (at = from + apart * beside; at < to; at++) some(weight, given, next, out, at, 1, row, 1, rows, form);
-}
-
 INLINE void all_rows(const Weight *weight, const Given *given, int64_t next, void *out, int64_t from, int64_t to,
                      int form) {
-    int64_t row = 0;
-    for (; row + TOGETHER <= given->rows; row += TOGETHER)
-        turn_of(weight, given, next, out, from, to, row, BESIDE, TOGETHER, form);
-    for (; row + 2 <= given->rows; row += 2) turn_of(weight, given, next, out, from, to, row, BESIDE, 2, form);
-    if (row < given->rows) turn_of(weight, given, next, out, from, to, row, 1, 1, form);
+    int64_t at = from;
+    for (; given->rows > 1 && at + BESIDE <= to; at += BESIDE) each_group(weight, given, next, out, at, form);
+    for (; at < to; at++)
+        for (int64_t row = 0; row < given->rows; row++) some(weight, given, next, out, at, row, 1, 1, form, 0, 0);
 }
 
 // Rows as their vectors are read; null where there is no memory, x itself where they lie so.
