@@ -1,4 +1,4 @@
-"""One prompt on a model whose heads are divided among processes (tensor parallelism); docs/parallel.md.
+"""One prompt on a model whose heads are divided among processes (tensor parallelism); docs/models.md.
 
     torchrun --standalone --nproc-per-node 2 examples/parallel.py MODEL prompt.txt --method fastkv --set tsp_layer=15
 

@@ -17,6 +17,7 @@ import torch
 from torch.distributed import TCPStore
 
 import kvsieve
+from doc_pages import sections
 from forked import forked
 from kvsieve.cache import DenseStore
 from kvsieve.errors import KvsieveError, KvsieveWarning
@@ -306,7 +307,7 @@ def needed(name: str) -> str:
 
 
 def test_the_document_tells_of_every_method_and_each_is_compared():
-    page = (ROOT / "docs" / "parallel.md").read_text()
+    page = sections((ROOT / "docs" / "models.md").read_text())["several-processes-several-machines"]
     own = re.search(r"^\*\*Nothing is exchanged\*\*.*?\n\n", page, re.M | re.S).group()
     table = "\n".join(re.findall(r"^\| [^|]+ \| (`.*) \|$", page, re.M))
     documented = {

@@ -87,7 +87,7 @@ def attach(model: Any, plan: Plan, *, decode: str = "auto", tokenizer: Any = Non
     Raises:
         UnsupportedModelError: the plan cannot run on the model.
         PlanError: a layer is outside the model, or the plan cannot run where heads are divided among processes
-            (docs/parallel.md).
+            (docs/models.md).
         KvsieveError: the model has a plan attached already. All of them when the block is entered.
     """
     return Attachment(attached(model, plan, decode, tokenizer))

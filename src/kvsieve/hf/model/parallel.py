@@ -80,7 +80,7 @@ def ranks_of(model: Any, plan: Plan) -> Ranks:
                 f"{plan.name!r} cannot run on a model whose heads are divided among {size} processes: "
                 f"{type(role).__name__} does not say whose heads it looks at (heads=, see roles.Traits), "
                 "and might decide on the heads of one process alone; run it on one, or use another method "
-                "(docs/parallel.md)"
+                "(docs/models.md)"
             )
     return GroupRanks(mesh.get_group(), heads, model.device)
 
@@ -93,7 +93,7 @@ def _check_whole(model: Any) -> None:
     if device_mesh(model) is not None or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise UnsupportedModelError(
             f"{type(model).__name__} is divided among processes in a way kvsieve does not know: it runs under tensor "
-            "parallelism as transformers sets it up, with nothing beside it (docs/parallel.md)"
+            "parallelism as transformers sets it up, with nothing beside it (docs/models.md)"
         )
 
 
