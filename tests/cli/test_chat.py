@@ -98,6 +98,13 @@ def test_a_turn_per_line(talk, model_dir):
     )
 
 
+def test_drafts_leave_the_answers_and_are_told_per_turn(talk, model_dir):
+    _, out, err = talk("w1 w2\nw3\n/stats\n", "--commands", "--draft", "lookup:ngram=1:adapt=false")
+    assert out.splitlines() == answers(model_dir, "w1 w2", "w3")
+    told = [line for line in err.splitlines() if line.startswith("drafts: ")]
+    assert len(told) == 4 and told[2:] == [told[at].replace("drafts: ", f"drafts: turn {at + 1}: ") for at in (0, 1)]
+
+
 def test_nothing_said_is_nothing_done(talk):
     assert talk("") == (0, "", "")
 

@@ -165,6 +165,20 @@ def test_run_answers_what_generate_answers(cli, model_dir, prompt_file):
     assert json.loads(out)["results"][0]["answer"] == answer
 
 
+def test_run_with_drafts_gives_the_answers_without_and_tells_of_them(cli, model_dir, prompt_file):
+    given = ("run", model_dir, "--prompt-file", prompt_file, "--max-new-tokens", 24, "--dtype", "float32")
+    given += ("--compare", "full", "--method", "snapkv:budget=40:window=8")
+    draft = ("--draft", "lookup:ngram=1:adapt=false")
+    plain, drafted = (json.loads(cli(*given, *more, "--json")[1])["results"] for more in ((), draft))
+    for one, other in zip(plain, drafted, strict=True):
+        counts = other["stats"]["drafts"]
+        assert one["tokens"] == other["tokens"] and one["stats"]["drafts"] is None
+        assert counts["drafted"] and counts["passes"] + counts["accepted"] == len(other["tokens"]) - 1
+    told = [line for line in cli(*given, *draft)[1].splitlines() if line.startswith("drafts: ")]
+    assert [line.split(": ")[1] for line in told] == ["full", "snapkv:budget=40:window=8"]
+    assert all(f"{one['stats']['drafts']['accepted']} of " in line for one, line in zip(drafted, told, strict=True))
+
+
 def test_run_shows_what_was_kept(cli, model_dir, prompt_file, tmp_path):
     plan = ("--method", "fastkv", "--budget", "20%", "--set", "tsp_layer=1", "--set", "window=4", "--compare", "full")
     asked = ("run", model_dir, "--prompt-file", prompt_file, *plan, "--max-new-tokens", 2, "--find", "w41 w42")

@@ -18,6 +18,7 @@ def result(method: str, answer: str, differs_at: int | None = None, **stats) -> 
         "ttft_s": 6.0,
         "tpot_s": 0.05,
         "peak_bytes": 2**30,
+        "drafts": None,
         "notes": [],
     }
     facts = {"method": method, "label": method, "answer": answer, "differs_at": differs_at}
@@ -68,6 +69,12 @@ def test_without_full_kv_nothing_is_compared(capsys):
         print_stats(results, "label")
         out = capsys.readouterr().out
         assert "as full" not in out and "same answer" not in out and "ran" in out.split()
+
+
+def test_drafts_have_a_line_per_method(capsys):
+    print_stats([{**FULL, "stats": SimpleNamespace(**{**vars(FULL["stats"]), "drafts": "3 of 8 accepted"})}, FAST])
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if "drafts" in line] == ["drafts: full: 3 of 8 accepted"]
 
 
 def test_a_method_that_did_not_act_and_one_named_twice(capsys):

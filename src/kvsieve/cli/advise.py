@@ -233,6 +233,13 @@ def _show_choice(advice: Advice, model: str | None) -> None:
     words += [f"--{role} {part}" for role, part in stored.items() if part is not None]
     show(f"    {' '.join(words)}")
     show(f"It has {why} of the plans with {limits}.")
+    if (gain := chosen.drafts) is not None:
+        verdict = "worth adding" if gain.pays else "no gain here"
+        answers = "1 answer" if gain.prompts == 1 else f"{gain.prompts} answers"
+        show(
+            f"--draft lookup: {verdict}: {gain.tokens_per_pass:.1f} tokens per pass and {gain.tpot_ratio:.2f} of the "
+            f"time per token in {answers}"
+        )
     low, high = chosen.interval
     prompts = "1 prompt" if chosen.documents == 1 else f"{chosen.documents} prompts"
     show(

@@ -13,6 +13,7 @@ from kvsieve.cli.specs import MethodRun
 from kvsieve.cli.store import opened_store
 from kvsieve.detokenize import text_of
 from kvsieve.errors import InputError
+from kvsieve.planning.drafts import Draft
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,6 +86,7 @@ class Generation:
         kept: also return the tokens in the cache; for one prompt at a time.
         store: directory of a prefix cache, with which prompts are prefilled one at a time; None without.
         share: prefill a prompt once for all methods that can continue from it, unless it is one of many short ones.
+        draft: source of tokens that passes verify; None for one token per pass.
     """
 
     chunk: int
@@ -95,6 +97,7 @@ class Generation:
     kept: bool = False
     store: str | None = None
     share: bool = False
+    draft: Draft | None = None
 
 
 def run_methods(
@@ -152,7 +155,7 @@ def run_batches(
         _warm_up(model, asked[0].ids)
     # Rows of a batch would share the rotary tables of the longest.
     batch = batch if how.store is None and not RotaryTables(model).depend else 1
-    options = {"chunk": how.chunk, "max_new_tokens": how.max_new_tokens, **how.sampling}
+    options = {"chunk": how.chunk, "max_new_tokens": how.max_new_tokens, "draft": how.draft, **how.sampling}
     with opened_store(how.store) as store:
         reader = None
         if _shares(asked, batch, how):

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvsieve.cli.drafts import DraftOption, parse_draft
 from kvsieve.cli.loading import (
     DecodeOption,
     DeviceOption,
@@ -80,6 +81,7 @@ def chat_command(
     temperature: TemperatureOption = None,
     seed: SeedOption = None,
     chunk: ChunkOption = 1024,
+    draft: DraftOption = None,
     decode: DecodeOption = "auto",
     store: StoreOption = None,
     dtype: DtypeOption = "auto",
@@ -115,6 +117,7 @@ def chat_command(
     check_store(store, protect)
     _check_target(save, force)
     check_model_name(model)
+    drafts = parse_draft(draft, memory)
     runs = make_runs([chosen], *parts.values())
     if load is not None:
         saved = _saved_plan(load)
@@ -143,9 +146,8 @@ def chat_command(
         torch.manual_seed(seed)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "chunk": chunk, "max_context": longest, **sampling}
     options |= {"protect": [*roles, *spans]} if protect else {}
-    options["retry"] = commands or is_interactive(as_json)
-    attached = attach(loaded, plan, decode=decode, tokenizer=tokenizer)
-    with opened_store(store) as prompts, attached as sieve:
+    options |= {"draft": drafts, "retry": commands or is_interactive(as_json)}
+    with opened_store(store) as prompts, attach(loaded, plan, decode=decode, tokenizer=tokenizer) as sieve:
         chat = sieve.chat(tokenizer, system, load=load, store=prompts, **options)
         talk = Talk(chat, context, save, force, commands, as_json, wide)
         if talk.interactive:

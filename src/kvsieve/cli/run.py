@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvsieve.cli.answers import Generation, check_lengths, encode, run_batches, run_methods
+from kvsieve.cli.drafts import DraftOption, parse_draft
 from kvsieve.cli.kept import check_kept, found_json, print_found, print_map, write_page
 from kvsieve.cli.loading import (
     DecodeOption,
@@ -93,6 +94,7 @@ def run_command(
     seed: SeedOption = None,
     chunk: ChunkOption = 1024,
     batch: Annotated[int, option(GENERATION, "Batch size for --prompts-file")] = 8,
+    draft: DraftOption = None,
     decode: DecodeOption = "auto",
     store: StoreOption = None,
     dtype: DtypeOption = "auto",
@@ -132,6 +134,7 @@ def run_command(
     texts = check_kept(show_kept, find, prompts_file, as_json)
     check_store(store, protect)
     check_model_name(model)
+    drafts = parse_draft(draft, memory)
     runs = make_runs(specs, *parts)
     check_stored_plans(store, (run.plan for run in runs))
     check_device(device)
@@ -149,6 +152,7 @@ def run_command(
         store=store,
         # The shared prefill would take memory besides each method's own cache.
         share=len(runs) > 1 and memory is None,
+        draft=drafts,
     )
     if prompts_file is not None:
         check_lengths(loaded, asked)

@@ -25,7 +25,7 @@ def print_answers(results: list[dict[str, Any]], name: str = "method") -> None:
 
 
 def print_stats(results: list[dict[str, Any]], name: str = "method", *, wide: bool = False) -> None:
-    """Print a sentence per method compared with full KV, a table, and notes on options that did not apply.
+    """Print a sentence per method compared with full KV, a table, drafts, and notes on options that did not apply.
 
     Args:
         results: of `run_methods`.
@@ -48,6 +48,8 @@ def print_stats(results: list[dict[str, Any]], name: str = "method", *, wide: bo
         show(f"The prompt was prefilled once, in {seconds:.1f} s; first token: seconds after that.")
         show("kvsieve bench times each method alone.")
     for result in results:
+        if result["stats"].drafts is not None:
+            show(f"drafts: {result[name]}: {result['stats'].drafts}")
         for note in result["stats"].notes:
             show(f"note: {result[name]}: {note}")
 

@@ -189,6 +189,8 @@ class Talk:
             print(json.dumps(data, default=str), flush=True)
         else:
             self.aside(f"[{_cost(self.chat)}]")
+            if (drafts := self.chat.turns[-1].drafts) is not None:
+                self.aside(f"drafts: {drafts}")
             self._tell_notes()
             if again and not self.chat.options.get("do_sample"):
                 self.aside("note: answers are greedy, so this is the same one; --temperature 1 samples others")
@@ -258,6 +260,8 @@ class Talk:
         with contextlib.redirect_stdout(sys.stdout if self.interactive else sys.stderr):
             print_table(_HEADERS[:shown], rows, width=WIDE if wide else NARROW)
         for number, stats in enumerate(self.chat.turns, 1):
+            if stats.drafts is not None:
+                self.aside(f"drafts: turn {number}: {stats.drafts}")
             for note in stats.notes:
                 self.aside(f"note: turn {number}: {note}")
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve.errors import InputError
-from kvsieve.lab.advise import AdviceOptions, PlanLimits, advise, built_in, from_file, material, run
+from kvsieve.errors import InputError, PlanError
+from kvsieve.lab.advise import AdviceOptions, PlanLimits, advise, built_in, drafting, from_file, material, run
 from kvsieve.lab.advise.choose import Candidate, misses, nearest, on_frontier, plan_line, ranked
 from kvsieve.lab.advise.intervals import prediction_interval
 from kvsieve.lab.advise.measure import Losses, least_memory_at, memory_at
@@ -41,6 +41,10 @@ def task(tmp_path):
     file = tmp_path / "notes.txt"
     file.write_text(text(2000))
     return file
+
+
+def refuse():
+    raise PlanError("not here")
 
 
 def made(budget: str, **measured) -> Candidate:
@@ -155,7 +159,31 @@ def test_what_is_recommended_was_measured_and_its_loss_held_back(evaluator, task
     assert chosen.documents == 2 and all(each.tpot_ratio for each in advice.candidates)
     data = json.loads(json.dumps(advice.to_dict(), default=str))
     assert data["recommended"]["plan"]["plan"].startswith("kvsieve.plan(") and data["env"]["kvsieve"]
+    assert data["recommended"]["drafts"]["prompts"] == 1
     assert seen[-1][2] == "done" and seen[-1][0] == seen[-1][1]
+
+
+def test_drafts_are_measured_in_pairs_on_the_recommended_plan(evaluator, task, monkeypatch):
+    """The order within a pair turns, and the prompt is prefilled once for both of it."""
+    drawn = from_file(task).drawn(1, 2, 160, 0, evaluator.prompter.count)[:3]
+    plan = kvsieve.plan("snapkv", budget="40%", window=4, floor=0).for_model(evaluator.model)
+    stats = []
+    monkeypatch.setattr(drafting, "ANSWER", 12)
+    answer = drafting._answer
+    monkeypatch.setattr(drafting, "_answer", lambda *given: stats.append((given[-1], answer(*given))) or stats[-1][1])
+    for question in ("visible", "hidden"):
+        stats.clear()
+        gain = drafting.measure_drafts(evaluator, plan, drawn, question, lambda what: None)
+        assert [draft for draft, _ in stats] == ["lookup", None, None, "lookup", "lookup", None]
+        assert all((one.drafts is None) == (draft is None) and one.applied for draft, one in stats)
+        assert gain.prompts == 3 and gain.tpot_ratio > 0 and gain.tokens_per_pass >= 1
+        found = [one.tpot_s for draft, one in stats if draft], [one.tpot_s for draft, one in stats if draft is None]
+        assert gain.tpot_ratio == statistics.median(one / other for one, other in zip(*found, strict=True))
+    choice = run.RecommendedPlan(made("40%"), 0.0, (0.0, 0.0), 3)
+    monkeypatch.setattr(drafting, "_answer", lambda *given: refuse())
+    left_out = []
+    assert run._with_drafts(evaluator, choice, drawn, "visible", lambda what: None, left_out) is choice
+    assert left_out == ["--draft lookup: not here"]
 
 
 def test_it_tells_at_which_budget_a_lost_answer_survives(evaluator, monkeypatch):
@@ -283,8 +311,12 @@ def test_one_document_with_three_questions_is_enough(cli, model_dir, tmp_path, m
     file = tmp_path / "rows.jsonl"
     file.write_text(questions(0, 0, 0))
     given = ["--task", file, "--samples", 2, "--context", 300, "--methods", "knorm", "--budgets", "30%"]
-    code, out, err = cli("advise", model_dir, *given, "--memory", "150KiB", "--cost-samples", 0)
+    gain = drafting.DraftGain(prompts=1, tokens_per_pass=3.14, tpot_ratio=0.41)
+    monkeypatch.setattr(run, "measure_drafts", lambda *given: gain)
+    code, out, err = cli("advise", model_dir, *given, "--memory", "150KiB", "--cost-samples", 1)
     assert code == 0 and "recommended: kvsieve.plan(" in out, err
+    line = "--draft lookup: worth adding: 3.1 tokens per pass and 0.41 of the time per token in 1 answer"
+    assert line in out.splitlines()
     assert "loss on 1 prompt held back" in out
     assert "note: 3 questions about one document: some choose the plan, the others state its loss; nothing is" in out
     # What the document has, and not the context that was asked for.

@@ -69,13 +69,17 @@ class DraftCounts:
         self.drafted += other.drafted
         self.accepted += other.accepted
 
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens of the answer that a pass gave on average, 1.0 without drafts."""
+        return (self.passes + self.accepted) / max(self.passes, 1)
+
     def __str__(self) -> str:
         if not self.drafted:
             return f"nothing drafted in {self.passes} passes"
-        tokens = (self.passes + self.accepted) / max(self.passes, 1)
         return (
             f"{self.accepted} of {self.drafted} drafted tokens accepted, {self.drafted_passes} of {self.passes} passes "
-            f"drafted, {tokens:.1f} tokens a pass"
+            f"drafted, {self.tokens_per_pass:.1f} tokens a pass"
         )
 
 

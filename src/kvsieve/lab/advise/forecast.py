@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kvsieve.hf.attach import attach
+from kvsieve.lab.advise import drafting
 from kvsieve.lab.advise.options import AdviceOptions
 from kvsieve.lab.eval.cells import MethodSetting
 from kvsieve.lab.eval.costs import NEW_TOKENS
@@ -89,6 +90,8 @@ def forecast(
     answers = _BATCHED * (1 + math.ceil(len(plans) / batch)) * _ANSWER * found.step
     seconds = samples * (readings * length * found.read + answers)
     seconds += samples * (_AGAIN * length * found.read + 2 * _BATCHED * _ANSWER * found.step)
+    if options.cost_samples:
+        seconds += drafting.PROMPTS * (length * found.read + 2 * drafting.ANSWER * found.step)
     return seconds + options.cost_samples * len(plans) * (length * found.read + NEW_TOKENS * found.step)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from kvsieve.errors import KvsieveError
 from kvsieve.hf.model.context import context_of
 from kvsieve.lab.advise.choose import Candidate, PlanLimits, misses, nearest, on_frontier, plan_line, ranked
+from kvsieve.lab.advise.drafting import PROMPTS, DraftGain, measure_drafts
 from kvsieve.lab.advise.forecast import chosen_length, forecast, pace
 from kvsieve.lab.advise.intervals import LEVEL, prediction_interval
 from kvsieve.lab.advise.material import AdviceMaterial, Drawn, built_in
@@ -36,6 +38,7 @@ class RecommendedPlan:
         documents: number of held-out documents.
         survive: for each kind of long answer that it loses, the smallest measured budget of the method that loses none,
             or None.
+        drafts: gain of drafts by lookup; None if not measured.
     """
 
     plan: Candidate
@@ -44,6 +47,12 @@ class RecommendedPlan:
     documents: int
     level: float = LEVEL
     survive: dict[str, str | None] = field(default_factory=dict)
+    drafts: DraftGain | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON-ready values."""
+        drafts = None if self.drafts is None else asdict(self.drafts)
+        return {**vars(self), "plan": self.plan.described(), "drafts": drafts}
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,7 @@ class Advice:
         return {
             **plain,
             "limits": vars(self.limits),
-            "recommended": None if chosen is None else {**vars(chosen), "plan": chosen.plan.described()},
+            "recommended": None if chosen is None else chosen.to_dict(),
             "nearest": None
             if self.nearest is None
             else {"plan": self.nearest[0].described(), "misses_by_factor": self.nearest[1]},
@@ -141,7 +150,9 @@ def advise(
     first = material.drawn(0, options.samples, length, options.seed, count)
     held_out = material.drawn(1, options.samples, length, options.seed, count)
     probes = material.probe_samples(options.samples, length, options.seed, count)
-    total = len(first) + len(probes) + len(held_out) + options.cost_samples * len(settings)
+    # One prompt of each task, or as many of a single one.
+    answered = held_out[:: options.samples][:PROMPTS] if options.cost_samples else []
+    total = len(first) + len(probes) + len(held_out) + options.cost_samples * len(settings) + 2 * len(answered)
     steps = _Steps(progress, total)
 
     losses = measure_losses(evaluator, [*first, *probes], settings, options.question, steps)
@@ -154,7 +165,9 @@ def advise(
     choice, second = _chosen(evaluator, measured, losses, held_out, options, steps)
     if choice is not None and choice.plan.loses:
         survive = _survival(evaluator, choice.plan, measured, [*first, *probes], options.question)
-        choice = RecommendedPlan(choice.plan, choice.loss, choice.interval, choice.documents, survive=survive)
+        choice = replace(choice, survive=survive)
+    if choice is not None and answered:
+        choice = _with_drafts(evaluator, choice, answered, options.question, steps, left_out)
     steps.done()
     return Advice(
         model=name,
@@ -204,6 +217,22 @@ def _chosen(
         missed.append((max(missing.values()), one, missing))
     _, one, missing = min(missed, key=lambda candidate: candidate[0])
     return None, (one, missing)
+
+
+def _with_drafts(
+    evaluator: Evaluator,
+    choice: RecommendedPlan,
+    drawn: Sequence[Drawn],
+    question: str,
+    steps: Callable[[str], None],
+    left_out: list[str],
+) -> RecommendedPlan:
+    """Return the plan with the gain of drafts; a failure does not spoil the advice, and is listed in `left_out`."""
+    try:
+        return replace(choice, drafts=measure_drafts(evaluator, choice.plan.setting.plan, drawn, question, steps))
+    except KvsieveError as error:
+        left_out.append(f"--draft lookup: {error}")
+        return choice
 
 
 def _added(one: dict[str, tuple[int, int]], other: dict[str, tuple[int, int]], task: str) -> tuple[int, int]:
