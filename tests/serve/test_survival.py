@@ -264,7 +264,7 @@ def test_answers_whose_caches_a_failed_pass_has_changed_all_end(scheduler, sieve
     def fails(model, part):
         hook = model.layers[-1].register_forward_pre_hook(lambda *given: 1 / 0)
         try:
-            loop.feed_rows(model, [rows.cache for rows in part], torch.tensor([5] * len(part)))
+            loop.feed_rows(model, [rows.cache for rows in part], [torch.tensor([[5]])] * len(part))
         finally:
             hook.remove()
 

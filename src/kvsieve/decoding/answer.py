@@ -11,6 +11,7 @@ from torch import Tensor
 from kvsieve.decoding.asked import AnswerPart, ChosenToken
 from kvsieve.decoding.sampling import Sampler
 from kvsieve.detokenize import Detokenizer
+from kvsieve.hf.drafts.drafter import DraftCounts
 
 
 class Answer:
@@ -21,6 +22,7 @@ class Answer:
         times: when each was chosen, in seconds.
         text: sent so far.
         finish: "stop", "length", or None while the answer is in progress.
+        drafts: counts of its drafts.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Answer:
         self.tokens: list[int] = []
         self.times: list[float] = []
         self.finish: str | None = None
+        self.drafts = DraftCounts()
         self._words = words
         self._tell = tell
         self._number = number

@@ -1,13 +1,13 @@
-"""The loop that decodes: every answer gets its next token, in as few passes as their caches allow.
+"""The loop that decodes: every answer gets its next tokens, in as few passes as their caches allow.
 
-Drafts belong into `Rows`: `next_ids` returns the tokens to feed, and `take` decides by their logits how many of them
-stay.
+A pass takes the newest token of each answer, and drafts of the tokens after it, if there are any. Every token is chosen
+as without drafts; a draft is accepted if it is the token chosen at its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,10 +17,20 @@ from kvsieve.decoding.answer import Answer
 from kvsieve.errors import CacheStateError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.compat import CACHE
+from kvsieve.hf.drafts.drafter import RowDrafts
+from kvsieve.hf.drafts.opened import open_drafts
+from kvsieve.hf.forward.one_by_one import goes_one_by_one
 from kvsieve.hf.forward.passes import open_rows
+from kvsieve.hf.forward.request import PLAIN, PassRequest
 from kvsieve.hf.forward.rows import joins
-from kvsieve.hf.prompt.reread import crosses
+from kvsieve.hf.forward.tentative import Transaction
+from kvsieve.hf.forward.transaction import AnswerSession, PassTransaction
+from kvsieve.hf.prompt.reread import crosses, tokens_before_border
 from kvsieve.hf.runtime import AttachedModel
+from kvsieve.planning.drafts import MOST, Draft
+
+# Logits [B, L, V] of a pass on the CPU, and what undoes its last tokens; None for passes over one token.
+Fed = tuple[Tensor, Transaction | None]
 
 
 @dataclass(eq=False)
@@ -34,6 +44,8 @@ class Rows:
         reread: prefills prompt and answer again where rotary tables change with the next token, as generate does, and
             returns logits [B, V]; None to decode on regardless.
         dropped: True once nobody needs the answers.
+        drafts: of each answer; none to decode token by token.
+        drafted: tokens to feed behind the last one of each answer in the next pass; none without drafts.
     """
 
     model: AttachedModel
@@ -41,6 +53,8 @@ class Rows:
     answers: Sequence[Answer]
     reread: Callable[[Rows], Tensor] | None = None
     dropped: bool = False
+    drafts: Sequence[RowDrafts] = ()
+    drafted: list[list[int]] = field(default_factory=list, init=False)
 
     @property
     def going(self) -> int:
@@ -52,15 +66,91 @@ class Rows:
         """True where generate would read everything again for the next token."""
         return crosses(self.model, self.cache)
 
-    def next_ids(self) -> Tensor:
-        """Return the tokens to feed next, int64 [B, 1]: the last one of each answer."""
-        return torch.tensor([[answer.tokens[-1]] for answer in self.answers])
+    def open_drafts(self, draft: Draft, conversations: Sequence[Sequence[int]]) -> None:
+        """Draft from now on. conversations: tokens of each row so far, including the last one of its answer."""
+        self.drafts = open_drafts(draft, self.model, self.cache, conversations)
+        for answer, drafts in zip(self.answers, self.drafts, strict=True):
+            drafts.counts = answer.drafts
 
-    def take(self, logits: Tensor) -> None:
-        """Choose the next token of every answer by logits [B, V] on the CPU."""
-        for answer, row in zip(self.answers, logits, strict=True):
-            if answer.finish is None and not self.dropped:
-                answer.add(row)
+    def close(self) -> None:
+        """Release what the drafts hold."""
+        for drafts in self.drafts:
+            drafts.close()
+
+    def propose(self, room: int) -> int:
+        """Choose the drafts of the next pass, and return its tokens; room: most tokens of it."""
+        self.drafted = []
+        most = min(room // len(self.answers) - 1, tokens_before_border(self.model, self.cache, room) - 1)
+        if self.drafts and len(self.answers) > 1 and goes_one_by_one(self.cache, self.model.plan):
+            # Rows could not keep different numbers of tokens.
+            most = 0
+        for answer, drafts in zip(self.answers, self.drafts, strict=bool(self.drafts)):
+            left = 0 if answer.finish is not None else answer.limit - len(answer.tokens)
+            self.drafted.append(drafts.next(min(most, left - 1)))
+        return len(self.answers) * (1 + max(map(len, self.drafted), default=0))
+
+    def next_ids(self) -> Tensor:
+        """Return the tokens to feed next, int64 [B, 1 + k]: the last one of each answer, and its drafts.
+
+        Rows with fewer drafts than others are filled with their last token, which is never accepted.
+        """
+        drafted = self.drafted or [[]] * len(self.answers)
+        most = max(map(len, drafted))
+        rows = zip((answer.tokens[-1] for answer in self.answers), drafted, strict=True)
+        return torch.tensor([[last, *tokens, *[last] * (most - len(tokens))] for last, tokens in rows])
+
+    def take(self, logits: Tensor, transaction: Transaction | None = None) -> None:
+        """Choose the next tokens of every answer, and keep what was fed of them.
+
+        If that is interrupted, the cache is as if the answers had ended there.
+
+        Args:
+            logits: [B, 1 + k, V] on the CPU, of the tokens fed.
+            transaction: of their pass; None for a pass over one token.
+        """
+        drafted = self.drafted or [[]] * len(self.answers)
+        self.drafted = []
+        going = [answer.finish is None and not self.dropped for answer in self.answers]
+        before = [len(answer.tokens) for answer in self.answers]
+        try:
+            for number, answer in enumerate(self.answers):
+                if going[number]:
+                    _choose(answer, logits[number], drafted[number])
+        finally:
+            if transaction is not None:
+                pairs = zip(self.answers, before, strict=True)
+                taken = [len(answer.tokens) - count for answer, count in pairs]
+                transaction.accept([count if goes else 1 for count, goes in zip(taken, going, strict=True)])
+        for drafts, answer, count, goes in zip(self.drafts, self.answers, before, going, strict=False):
+            if goes:
+                drafts.took(answer.tokens[count:])
+
+
+def _choose(answer: Answer, logits: Tensor, drafted: Sequence[int]) -> None:
+    """Choose tokens by logits [1 + k, V] up to the first that is not the one drafted, or that ends the answer."""
+    for row, draft in zip(logits, [*drafted, None], strict=False):
+        answer.add(row)
+        if answer.finish is not None or answer.tokens[-1] != draft:
+            return
+
+
+@dataclass
+class StepCounts:
+    """Counts of steps.
+
+    Attributes:
+        passes: of the model.
+        tokens: that answers got.
+        drafted_passes: passes with drafts.
+        drafted: tokens drafted.
+        accepted: those that became part of an answer.
+    """
+
+    passes: int = 0
+    tokens: int = 0
+    drafted_passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 def _raise(rows: Rows, error: Exception) -> None:
@@ -69,8 +159,8 @@ def _raise(rows: Rows, error: Exception) -> None:
 
 def step(
     model: AttachedModel, going: Sequence[Rows], failed: Callable[[Rows, Exception], None] = _raise
-) -> tuple[int, int]:
-    """Give answers their next token; return passes and tokens.
+) -> StepCounts:
+    """Give answers their next tokens, and count.
 
     Caches of one row share a pass, each under its own plan. A cache alone is run as its plan decodes.
 
@@ -79,16 +169,17 @@ def step(
         going: rows with answers that have not ended.
         failed: called with rows that a pass or a choice failed for; drops them.
     """
-    alone = [rows for rows in going if not joins(rows.cache) or (rows.reread is not None and rows.at_border)]
+    _propose(going)
+    alone = [rows for rows in going if not _joins(rows)]
     joint = [rows for rows in going if rows not in alone]
     parts = [joint, *([rows] for rows in alone)]
-    passes = tokens = 0
+    counts = StepCounts()
     while parts:
         part = [rows for rows in parts.pop(0) if rows.going]
         if not part:
             continue
         try:
-            logits = feed(model, part)
+            fed = feed(model, part)
         except Exception as error:
             # Caches that the pass has not begun to change go on alone, where only the answer at fault fails again.
             left = [rows for rows in part if len(part) > 1 and rows.cache.status == "ready"]
@@ -97,54 +188,87 @@ def step(
                 if rows not in left:
                     failed(rows, error)
             continue
-        passes += 1
-        tokens += sum(rows.going for rows in part)
-        for rows, found in zip(part, logits, strict=True):
+        counts.passes += 1
+        counts.drafted_passes += any(any(rows.drafted) for rows in part)
+        for rows, found in zip(part, fed, strict=True):
+            counts.drafted += sum(map(len, rows.drafted))
+            before = sum(len(answer.tokens) for answer in rows.answers)
+            passes = rows.going
             try:
-                rows.take(found)
+                rows.take(*found)
             except Exception as error:
                 failed(rows, error)
-    return passes, tokens
+            tokens = sum(len(answer.tokens) for answer in rows.answers) - before
+            counts.tokens += tokens
+            counts.accepted += max(tokens - passes, 0)
+    return counts
 
 
-def feed(model: AttachedModel, part: Sequence[Rows]) -> Sequence[Tensor]:
-    """Run one pass over the next tokens of some rows; logits [B, V] of each, on the CPU."""
+def _propose(going: Sequence[Rows]) -> None:
+    """Let rows draft; those that draft little leave their share of a pass to others."""
+    left = MOST + 1
+    for number, rows in enumerate(going):
+        left -= rows.propose(left // (len(going) - number))
+
+
+def _joins(rows: Rows) -> bool:
+    """Return True if rows can share a pass with others."""
+    if not joins(rows.cache) or (rows.reread is not None and rows.at_border):
+        return False
+    # Recurrent layers take one token of each row.
+    return not any(rows.drafted) or not (rows.cache.has_state or goes_one_by_one(rows.cache, rows.model.plan))
+
+
+def feed(model: AttachedModel, part: Sequence[Rows]) -> Sequence[Fed]:
+    """Run one pass over the next tokens of some rows; logits [B, L, V] of each on the CPU, and its transaction."""
     if len(part) > 1:
-        ids = torch.cat([rows.next_ids() for rows in part])
-        return feed_rows(model, [rows.cache for rows in part], ids[:, 0]).cpu().split(1)
+        return feed_rows(model, [rows.cache for rows in part], [rows.next_ids() for rows in part])
     (rows,) = part
     if rows.reread is not None and rows.at_border:
-        return [rows.reread(rows).cpu()]
-    found = rows.model.feed(rows.cache, rows.next_ids(), None, logits=1).logits
-    assert found is not None
-    return [found[:, -1].cpu()]
+        return [(rows.reread(rows)[:, None].cpu(), None)]
+    ids = rows.next_ids()
+    mask = rows.cache.conversation.mask
+    if mask is not None:
+        mask = torch.cat([mask, mask.new_ones(ids.shape)], 1)
+    request = PassRequest(tentative=True) if ids.shape[1] > 1 else PLAIN
+    result = rows.model.feed(rows.cache, ids, mask, request, logits=ids.shape[1])
+    assert result.logits is not None
+    return [(result.logits.cpu(), result.transaction)]
 
 
-def feed_rows(model: AttachedModel, caches: Sequence[SieveCache], ids: Tensor) -> Tensor:
-    """Run one pass over the next token of several conversations, each under its own cache's plan.
+def feed_rows(model: AttachedModel, caches: Sequence[SieveCache], ids: Sequence[Tensor]) -> list[Fed]:
+    """Run one pass over the next tokens of several conversations, each under its own cache's plan.
 
-    Linear layers take all rows together; every row attends and is reduced as it would be alone.
+    Linear layers take all tokens together; every row attends and is reduced as it would be alone.
 
     Args:
         model: the attached model.
         caches: of this model and one row each, whose prompts are complete; `joins` (forward/rows.py) says which.
-        ids: int64 [B], the next token of each.
+        ids: int64 [1, L], the next tokens of each. More than one are tentative.
 
     Returns:
-        [B, V], the logits.
+        The logits [1, L, V] of each on the CPU, and its transaction; None for one token.
     """
-    ids = ids.to(model.model.device)[:, None]
-    for cache in caches:
+    widths = [one.shape[1] for one in ids]
+    for cache, width in zip(caches, widths, strict=True):
         if cache.owner.decoder() is not model.decoder or cache.turn.reading or not joins(cache):
             raise CacheStateError("a row is a cache of this model whose prompt is complete, and of plain class")
+        if width > 1 and cache.has_state:
+            raise CacheStateError("a row of several tokens shares no pass where layers have recurrent state")
+    # Rows of one token are a batch; of more, their tokens lie side by side.
+    beside = int(max(widths) > 1)
+    seen = zip(caches, widths, strict=True)
+    positions = [torch.arange(cache.num_seen, cache.num_seen + width)[None] for cache, width in seen]
+    fed = torch.cat([*ids], beside).to(model.model.device)
     call: dict[str, Any] = {
-        "input_ids": ids,
+        "input_ids": fed,
         "attention_mask": None,
-        "position_ids": torch.tensor([[cache.num_seen] for cache in caches], device=ids.device),
+        "position_ids": torch.cat(positions, beside).to(fed.device),
         "use_cache": True,
     }
     model.check_call(call)
-    session = open_rows(model.context, caches, ids)
-    out = model.run_pass(session, {**call, CACHE: session.together}, 1)
-    logits: Tensor = out.logits[:, -1]
-    return logits
+    session = open_rows(model.context, caches, fed.split(widths if beside else 1, beside))
+    out = model.run_pass(session, {**call, CACHE: session.together}, fed.shape[1])
+    logits = out.logits.cpu().split(widths if beside else 1, beside)
+    made = [PassTransaction(row) if isinstance(row, AnswerSession) else None for row in session.rows]
+    return list(zip(logits, made, strict=True))

@@ -1,4 +1,4 @@
-"""Plans that requests may select."""
+"""Plans and drafts that requests may select."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvsieve.errors import PlanError
+from kvsieve.planning.drafts import Draft, as_draft
 from kvsieve.planning.named import codec_of, plan
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.registry import method_info
@@ -24,6 +25,7 @@ class AllowedPlans:
         others: further methods that requests may name, in command-line syntax.
         codecs: True if requests may name a codec.
         check: returns a fully specified plan, or raises if it cannot run on the model.
+        draft: the default source of drafts; requests may draft fewer tokens, or none. None for no drafts at all.
     """
 
     own: Plan
@@ -32,6 +34,7 @@ class AllowedPlans:
     others: tuple[str, ...]
     codecs: bool
     check: Callable[[Plan], Plan]
+    draft: Draft | None = None
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -62,3 +65,33 @@ class AllowedPlans:
             parameters.setdefault("budget", self.budget)
         codec = None if asked.codec in (None, "none") else codec_of(str(asked.codec))
         return self.check(plan(name, codec=codec, **parameters))
+
+    @property
+    def draft_name(self) -> str:
+        """The default source of drafts as requests see it, without the paths of the operator's models."""
+        if self.draft is None:
+            return "none"
+        return "model" if self.draft.kind == "model" else str(self.draft)
+
+    def draft_of(self, asked: KVOptions | None) -> Draft | None:
+        """Return the source of a request's drafts, or None.
+
+        Raises:
+            PlanError: the operator does not allow it.
+        """
+        own = self.draft
+        text = self.draft_name if asked is None or asked.draft is None else asked.draft.strip()
+        if text == "none":
+            return None
+        if own is None:
+            raise PlanError(f"this server drafts no tokens (kvsieve serve --draft); leave kv.draft out, got {text!r}")
+        if text == self.draft_name or (text == "lookup" and own.kind == "lookup"):
+            return own
+        # Any other text would be a model's path or a plan, which the operator chooses.
+        draft = as_draft(text) if text.partition(":")[0] == "lookup" else None
+        if draft is None or draft.tokens > own.tokens or (own.adapt and not draft.adapt):
+            raise PlanError(
+                f"this server allows the drafts none, {self.draft_name}, and lookup with tokens={own.tokens} at most and "
+                f"adapt={str(own.adapt).lower()}; got kv.draft {text!r}"
+            )
+        return draft

@@ -279,6 +279,7 @@ def _add_views(app: FastAPI, service: Service, metrics: Metrics) -> None:
             methods=list(service.plans.methods),
             budget=None if service.plans.budget is None else str(service.plans.budget),
             codecs=service.plans.codecs,
+            draft=service.plans.draft_name,
             context=scheduler.context,
             chunk=scheduler.limits.chunk,
             max_tokens=scheduler.limits.max_tokens,

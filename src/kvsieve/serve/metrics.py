@@ -21,7 +21,10 @@ _COUNTS = {
     "cached_tokens": "Tokens of prompts that were found in the store",
     "new_tokens": "Tokens generated",
     "late_tokens": "Gaps between tokens that a part of a layer made longer than they may be",
-    "decode_passes": "Passes over the next token of all answers",
+    "decode_passes": "Passes over the next tokens of all answers",
+    "drafted_passes": "Passes of those with drafts",
+    "drafted_tokens": "Tokens drafted",
+    "accepted_tokens": "Drafted tokens that became part of an answer",
 }
 _GAUGES = {
     "queued": "Requests that wait",

@@ -184,6 +184,7 @@ class Preparer:
         if len(stops) > limits.stops or not all(stops):
             raise InputError(f"stop: at most {limits.stops} texts, none of them empty")
         plan = self.plans.of(kv)
+        draft = self.plans.draft_of(kv)
         doubt = None if kv is None else percent_doubt(kv.budget)
         return Order(
             ids=tuple(ids),
@@ -199,6 +200,7 @@ class Preparer:
             bins=0 if kv is None else kv.map or 0,
             ignore_eos=bool(request.ignore_eos),
             notes=() if doubt is None else (doubt,),
+            draft=draft,
         )
 
     def _sampling(self, request: CommonRequest, logprobs: int | None) -> Sampling:

@@ -65,6 +65,8 @@ def usage(summaries: Sequence[Summary]) -> dict[str, Any]:
             "ttft_s": round(first.ttft_s, 4),
             "seconds": round(first.seconds, 4),
         }
+        if stats.drafts is not None:
+            out["kv"]["drafted"] = {"tokens": stats.drafts.drafted, "accepted": stats.drafts.accepted}
         if first.kept:
             out["kv"]["map"] = list(first.kept)
     return out

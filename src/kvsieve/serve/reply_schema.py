@@ -30,6 +30,13 @@ class PromptTokensDetails(Strict):
     cached_tokens: int
 
 
+class DraftedTokens(Strict):
+    """Tokens drafted for the answers. accepted: those that became part of one."""
+
+    tokens: int
+    accepted: int
+
+
 class KVUsage(Strict):
     """Entries kept of the first prompt; see docs/serving.md."""
 
@@ -43,6 +50,7 @@ class KVUsage(Strict):
     ttft_s: float
     seconds: float
     map: list[float] | None = None
+    drafted: DraftedTokens | None = None
 
 
 class Usage(Strict):
@@ -176,6 +184,7 @@ class KVReply(Strict):
     methods: list[str]
     budget: str | None
     codecs: bool
+    draft: str
     context: int | None
     chunk: int
     max_tokens: int

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 
 from kvsieve.errors import InputError
 from kvsieve.hf.attach import attached
+from kvsieve.planning.drafts import Draft
 from kvsieve.planning.plans import Plan
 from kvsieve.serve.allowed import AllowedPlans
 from kvsieve.serve.app import Service, create_app
@@ -41,6 +42,7 @@ class ServerOptions:
         budget: its budget.
         others: further methods that requests may name.
         codecs: let requests name a codec.
+        draft: default source of drafts; requests may draft fewer tokens, or none. None for no drafts.
         limits: of requests.
         keys: authorized API keys.
         store: directory of the prefix cache; None for memory alone.
@@ -62,6 +64,7 @@ class ServerOptions:
     budget: str | float | None = None
     others: tuple[str, ...] = ()
     codecs: bool = False
+    draft: Draft | None = None
     limits: ServerLimits = field(default_factory=ServerLimits)
     keys: Keys = field(default_factory=Keys)
     store: str | None = None
@@ -86,9 +89,8 @@ def application(model: Any, tokenizer: Any, options: ServerOptions, name: str) -
         limits = dataclasses.replace(limits, kv_bytes=free_bytes(model.device))
     with attached(model, Plan(), options.decode, tokenizer, any_plan=True) as sieve:
         scheduler = Scheduler(sieve, tokenizer, limits, _prefixes(options))
-        plans = AllowedPlans(
-            options.plan, options.method, options.budget, options.others, options.codecs, scheduler.check_plan
-        )
+        own = options.plan, options.method, options.budget
+        plans = AllowedPlans(*own, options.others, options.codecs, scheduler.check_plan, options.draft)
         # Refused now rather than at the first request.
         scheduler.check_plan(options.plan)
         service = Service(

@@ -13,6 +13,7 @@ from kvsieve.decoding.answer import Answer
 from kvsieve.decoding.loop import Rows
 from kvsieve.decoding.sampling import Sampler, processors_for
 from kvsieve.detokenize import Detokenizer
+from kvsieve.hf.drafts.drafter import DraftCounts
 from kvsieve.hf.generate.stats import stats_of
 from kvsieve.hf.kept import kept_of
 from kvsieve.hf.prompt.options import ReadOptions
@@ -58,8 +59,10 @@ class Running:
             )
             self.rows.append(Rows(reading.sieve, own, [answer], self._logits_again))
         self.answers = [answer for rows in self.rows for answer in rows.answers]
-        for rows in self.rows:
-            rows.take(logits[None])
+        for rows, answer in zip(self.rows, self.answers, strict=True):
+            rows.take(logits[None, None])
+            if order.draft is not None and rows.going:
+                rows.open_drafts(order.draft, [[*order.ids, *answer.tokens]])
 
     def _logits_again(self, rows: Rows) -> Tensor:
         """Prefill the prompt and the answer so far again; return logits [1, V]."""
@@ -73,6 +76,11 @@ class Running:
     def going(self) -> int:
         return sum(rows.going for rows in self.rows)
 
+    def close(self) -> None:
+        """Release what drafts of the answers hold."""
+        for rows in self.rows:
+            rows.close()
+
     def cut(self) -> None:
         for answer in self.answers:
             if answer.finish is None:
@@ -83,11 +91,16 @@ class Running:
         first = self.answers[0]
         now = time.perf_counter()
         stats = stats_of(self.reading.sieve, self.reading.cache, first.times, ticket.came, None)
+        counts = DraftCounts()
+        for answer in self.answers:
+            counts.add(answer.drafts)
+        failures = [drafts.note for rows in self.rows for drafts in rows.drafts if drafts.note is not None]
+        notes = [*ticket.order.notes, *self.reading.notes, *stats.notes, *dict.fromkeys(failures)]
         return Summary(
             prompt_tokens=len(ticket.order.ids),
             cached_tokens=self.reading.cached,
             new_tokens=sum(len(answer.tokens) for answer in self.answers),
-            stats=replace(stats, notes=[*ticket.order.notes, *self.reading.notes, *stats.notes]),
+            stats=replace(stats, notes=notes, drafts=None if ticket.order.draft is None else counts),
             kept=self.kept,
             seconds=now - ticket.came,
             ttft_s=first.times[0] - ticket.came,

@@ -57,6 +57,7 @@ class KVOptions(Strict):
         question: True to hide the last message from the plan, or the number of last tokens to hide.
         session: continue the conversation of this name, as a chat does, on the entries that the plan left.
         map: number of parts of the prompt in a map of kept entries, returned in `usage.kv.map`.
+        draft: where drafts of the answer come from, such as "lookup:tokens=4"; "none" for none.
     """
 
     method: Annotated[str, Field(max_length=100)] | None = None
@@ -66,6 +67,7 @@ class KVOptions(Strict):
     question: bool | Annotated[Whole, Field(ge=1)] | None = None
     session: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.:-]+$")] | None = None
     map: Annotated[Whole, Field(ge=0, le=512)] | None = None
+    draft: Annotated[str, Field(max_length=100)] | None = None
 
 
 class StreamOptions(Strict):

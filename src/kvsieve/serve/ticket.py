@@ -11,6 +11,7 @@ from kvsieve.decoding.asked import AnswerPart, Sampling
 from kvsieve.errors import KvsieveError
 from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.prompt.constraints import PromptConstraints
+from kvsieve.planning.drafts import Draft
 from kvsieve.planning.plans import Plan
 from kvsieve.serve.tools import CallForm
 
@@ -43,7 +44,7 @@ class Summary:
         prompt_tokens: of the prompt.
         cached_tokens: of those, from the store.
         new_tokens: of all answers.
-        stats: of the first answer.
+        stats: of the first answer; its drafts are those of all.
         kept: share of layers and heads that kept each part of the prompt, if a map was requested.
         seconds: from the request to its end.
         ttft_s: from the request to the first token.
@@ -83,6 +84,7 @@ class Order:
         echo: text before the answers in the reply.
         calls: form of tool calls; None for text alone.
         progress: report the progress of the prefill.
+        draft: source of drafts of the answers; None for none.
     """
 
     ids: tuple[int, ...]
@@ -102,6 +104,7 @@ class Order:
     echo: str = ""
     calls: CallForm | None = None
     progress: bool = False
+    draft: Draft | None = None
 
 
 @dataclass(eq=False)

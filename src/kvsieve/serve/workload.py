@@ -115,7 +115,7 @@ class Workload:
             self.end(reading.ticket, refusal("the prompt was not read"))
         for running in list(self._running):
             if running.ticket.cancelled:
-                self._running.remove(running)
+                self._leave(running)
                 self.end(running.ticket, None)
             elif over(running.ticket):
                 try:
@@ -133,6 +133,8 @@ class Workload:
         self._running.clear()
         for job in reading:
             self._stop(job)
+        for job in running:
+            job.close()
         for ticket in [*(job.ticket for job in reading), *(job.ticket for job in running)]:
             self.fail(ticket, error)
         self._held.clear()
@@ -193,9 +195,14 @@ class Workload:
 
     def _decode(self) -> None:
         going = [rows for running in self._running for rows in running.rows if rows.going]
-        passes, tokens = step(self.sieve, going, self._failed)
-        self.counts["decode_passes"] += passes
-        self.counts["new_tokens"] += tokens
+        found = step(self.sieve, going, self._failed)
+        self.counts.update(
+            decode_passes=found.passes,
+            new_tokens=found.tokens,
+            drafted_passes=found.drafted_passes,
+            drafted_tokens=found.drafted,
+            accepted_tokens=found.accepted,
+        )
         for running in list(self._running):
             if not running.going:
                 self._finish(running)
@@ -204,14 +211,18 @@ class Workload:
         for running in [job for job in self._running if rows in job.rows]:
             self._drop(running, error)
 
-    def _drop(self, running: Running, error: Exception) -> None:
+    def _leave(self, running: Running) -> None:
         self._running.remove(running)
+        running.close()
+
+    def _drop(self, running: Running, error: Exception) -> None:
+        self._leave(running)
         for rows in running.rows:
             rows.dropped = True
         self.fail(running.ticket, error)
 
     def _finish(self, running: Running) -> None:
-        self._running.remove(running)
+        self._leave(running)
         self._store(self.prefixes.add_answer, running.reading, running.answers[0])
         try:
             summary = running.summary()

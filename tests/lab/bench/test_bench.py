@@ -28,6 +28,7 @@ from kvsieve.lab.bench.prompts import TokensPrompt, left_padded, lengths_of, mak
 from kvsieve.lab.bench.roofline import Rates, measure_rates
 from kvsieve.lab.bench.tables import closing, notes, tables
 from kvsieve.planning.budget import Budget
+from kvsieve.planning.drafts import as_draft
 from kvsieve.planning.plans import Plan
 from tiny import tiny_model, tiny_prompt
 from toy_words import word_tokenizer
@@ -524,3 +525,11 @@ def test_help_names_the_file_option_and_the_flag(cli):
 def test_a_prompt_on_the_models_device(text):
     moved = TokensPrompt(text, torch.ones_like(text)).to(torch.device("meta"))
     assert moved.ids.is_meta and moved.mask.is_meta
+
+
+def test_drafts_of_a_contender_are_counted(model, text):
+    contender = KvsieveMethod(model, Plan(), "full", draft=as_draft("lookup:tokens=3:ngram=1:adapt=false"))
+    (found,) = run_length([contender], make_rows(text, 60, 1), 12, 1, model=model)
+    run = found["samples"]["full"][0]["alone"][0]
+    assert run["drafts"]["drafted"] > 0 and contender.describe()["draft"] == "lookup:tokens=3:ngram=1:adapt=false"
+    assert found["summary"]["full"]["notes"][-1].startswith("drafts: ")

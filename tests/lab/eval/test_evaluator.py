@@ -206,3 +206,13 @@ def test_distances_over_a_change_of_rotary_tables_are_read_as_generate_reads(fam
     own = model.generate(prompt, attention_mask=torch.ones_like(prompt), output_logits=True, **options)
     assert own.sequences[0, 74:].tolist() == tokens and places == list(range(8))
     torch.testing.assert_close(ours[0], torch.cat(own.logits).float().log_softmax(-1), rtol=0, atol=1e-5)
+
+
+def test_drafts_change_no_answer_and_are_counted(model, evaluator):
+    sample = Sample(CONTEXT, (turn(5), turn(6)))
+    drafting = Evaluator(model, word_tokenizer(), draft="lookup:tokens=3:ngram=1:adapt=false")
+    for question in ("visible", "hidden"):
+        plain, drafted = (one.run(sample, PLANS[:4], question) for one in (evaluator, drafting))
+        assert [outcome.answers for outcome in drafted] == [outcome.answers for outcome in plain]
+        assert [outcome.drafts for outcome in plain] == [None] * 4
+        assert all(outcome.drafts.drafted > 0 for outcome in drafted)

@@ -157,28 +157,35 @@ def _facts_of(
     return step, Tokens(columns, valid, counts), columns - start if holed else None
 
 
-def open_rows(model: ModelContext, caches: Sequence[SieveCache], ids: Tensor) -> RowsSession:
-    """Begin a pass over the next token of several caches, each under its plan; see `open_session`.
+def open_rows(model: ModelContext, caches: Sequence[SieveCache], ids: Sequence[Tensor]) -> RowsSession:
+    """Begin a pass over the next tokens of several caches, each under its plan; see `open_session`.
+
+    Rows of several tokens are tentative.
 
     Args:
         model: facts about the attached model.
         caches: of one row each, with complete prompts.
-        ids: int64 [B, 1], the next token of each.
+        ids: int64 [1, L], the next tokens of each.
     """
     outer = _ACTIVE.get()
     rows = []
     try:
-        for cache, one in zip(caches, ids.split(1), strict=True):
-            rows.append(open_session(model, cache.owner.plan, cache, {"input_ids": one}))
+        for cache, one in zip(caches, ids, strict=True):
+            request = PassRequest(tentative=True) if one.shape[1] > 1 else PLAIN
+            rows.append(open_session(model, cache.owner.plan, cache, {"input_ids": one}, request))
         together = RowsCache(caches)
     except BaseException:
         for row in rows:
             cancel_session(row)
         _ACTIVE.set(outer)
         raise
-    step = rows[0].step
-    tokens = rows[0].tokens
-    session = RowsSession(Plan(), None, caches[0], step, tokens, model, PLAIN, outer, rows=rows, together=together)
+    widths = [row.tokens.size for row in rows]
+    session = RowsSession(
+        *(Plan(), None, caches[0], rows[0].step, rows[0].tokens, model, PLAIN, outer),
+        rows=rows,
+        together=together,
+        widths=widths if max(widths) > 1 else None,
+    )
     _ACTIVE.set(session)
     return session
 

@@ -1,4 +1,8 @@
-"""One pass over the next token of several caches: linear layers process all rows together, attention each row alone."""
+"""One pass over the next tokens of several caches: linear layers process all together, attention each row alone.
+
+Rows of one token each are a batch [B, 1]. If some have more, drafts for instance, the tokens of all rows lie side by
+side, [1, T], without padding.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvsieve.hf.cache.cache import SieveCache
@@ -20,7 +25,7 @@ def joins(cache: SieveCache) -> bool:
 
 
 class RowsCache(Cache):
-    """A view of several caches of one row each for transformers, in a pass over the next token of all.
+    """A view of several caches of one row each for transformers, in a pass over the next tokens of all.
 
     Keys and values that layers store are staged here and passed to the rows by `RowsSession.each`. Recurrent states,
     which transformers computes, are joined for the pass, and returned after it.
@@ -80,11 +85,13 @@ class RowsSession(Session):
     Attributes:
         rows: a session for each row.
         together: the caches as transformers sees them.
+        widths: tokens of each row, if they lie side by side; None for a batch of one token each.
     """
 
     rows: list[Session] = field(default_factory=list)
     together: RowsCache | None = None
-    _parts: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = field(default_factory=dict)
+    widths: list[int] | None = None
+    _parts: dict[int, tuple[Tensor, Sequence[Tensor]]] = field(default_factory=dict)
 
     def each(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Session, Tensor, Tensor, Tensor]]:
         """Yield every row's session with its part of the attention's inputs, after its cache got the staged entries."""
@@ -92,16 +99,26 @@ class RowsSession(Session):
         assert together is not None
         staged = together.staged
         together.staged = None
+        queries = self.split(query, 2)
+        hidden = None if self.hidden is None else self.split(self.hidden, 1)
         for number, row in enumerate(self.rows):
             if staged is not None:
                 keys, values = (self._part(whole, number) for whole in staged)
                 row.cache.update(keys, values, together.updated)
-            row.hidden = None if self.hidden is None else self.hidden[number : number + 1]
-            yield row, query[number : number + 1], self._part(key, number), self._part(value, number)
+            row.hidden = None if hidden is None else hidden[number]
+            yield row, queries[number], self._part(key, number), self._part(value, number)
+
+    def split(self, whole: Tensor, tokens: int) -> Sequence[Tensor]:
+        """Divide a tensor of the pass into its rows. tokens: the dimension of its tokens."""
+        return whole.split(1) if self.widths is None else whole.split(self.widths, tokens)
+
+    def joined(self, outs: Sequence[Tensor]) -> Tensor:
+        """Return the attention outputs [B, Hq, L, D] of all rows as the layer expects them."""
+        return torch.cat(list(outs), 0 if self.widths is None else 2)
 
     def _part(self, whole: Tensor, row: int) -> Tensor:
         """Return a row of a tensor, the same object for the same tensor: layers recognize staged inputs by identity."""
         known = self._parts.get(id(whole))
         if known is None or known[0] is not whole:
-            known = self._parts[id(whole)] = whole, whole.split(1)
+            known = self._parts[id(whole)] = whole, self.split(whole, 2)
         return known[1][row]

@@ -21,13 +21,17 @@ def make_tables(tables: RotaryTables, module: nn.Module, args: Any, kwargs: dict
         return None
     call = tables.arguments(args, kwargs)
     positions: Tensor = call["position_ids"]
-    if not isinstance(session, RowsSession):
-        # Tokens of an answer have the tables that each would have alone.
-        columns = positions.split(1 if session.step.phase == "decode" else positions.shape[-1], -1)
-        found = [tables.at_lengths({**call, "position_ids": part}, [_length(session, part)]) for part in columns]
-        return found[0] if len(found) == 1 else _joined(found)
-    parts = zip(session.rows, positions.expand(len(session.rows), -1).split(1), strict=True)
-    return tables.at_lengths(call, [_length(row, part) for row, part in parts])
+    if isinstance(session, RowsSession) and session.widths is None:
+        parts = zip(session.rows, positions.expand(len(session.rows), -1).split(1), strict=True)
+        return tables.at_lengths(call, [_length(row, part) for row, part in parts])
+    # Tokens of an answer have the tables that each would have alone.
+    columns = positions.split(1 if session.step.phase == "decode" else positions.shape[-1], -1)
+    owners = [session] * len(columns)
+    if isinstance(session, RowsSession):
+        owners = [row for row in session.rows for _ in range(row.tokens.size)]
+    pairs = zip(owners, columns, strict=True)
+    found = [tables.at_lengths({**call, "position_ids": part}, [_length(owner, part)]) for owner, part in pairs]
+    return found[0] if len(found) == 1 else _joined(found)
 
 
 def _joined(found: list[Any]) -> Any:

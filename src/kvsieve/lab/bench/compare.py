@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvsieve.hf.drafts.drafter import DraftCounts
 from kvsieve.lab.bench.contenders import BASELINE, Contender, Run, is_peer, measure
 from kvsieve.lab.bench.geometry import Geometry
 from kvsieve.lab.bench.prompts import TokensPrompt, left_padded
@@ -121,7 +122,7 @@ def summarise(
         ran = [run for sample in samples[name] for run in _runs(sample)]
         row: dict[str, Any] = {
             "applied": all(run["applied"] for run in ran),
-            "notes": list(dict.fromkeys(note for run in ran for note in run["notes"])),
+            "notes": [*dict.fromkeys(note for run in ran for note in run["notes"]), *_drafts(ran)],
         }
         for metric in (*METRICS, *ALONE, *GAINS):
             row[metric] = _spread(run.get(metric) for run in runs)
@@ -132,6 +133,14 @@ def summarise(
             row |= _limited(row, main["rows"], limits)
         out[name] = row
     return out
+
+
+def _drafts(ran: Sequence[Run]) -> list[str]:
+    """Return a line on the drafts of all runs; none without drafts."""
+    total = DraftCounts()
+    for run in ran:
+        total.add(DraftCounts(**run.get("drafts", {})))
+    return [f"drafts: {total}"] if total.passes else []
 
 
 def limit(entry: dict[str, Any], limits: Limits) -> None:

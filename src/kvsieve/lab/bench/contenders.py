@@ -16,6 +16,7 @@ from kvsieve.lab.bench.plain import read_and_decode
 from kvsieve.lab.bench.prompts import TokensPrompt
 from kvsieve.lab.bench.work import Work
 from kvsieve.lab.traffic import read_bytes
+from kvsieve.planning.drafts import Draft
 from kvsieve.planning.plans import Plan
 
 BASELINE = "transformers"
@@ -66,13 +67,14 @@ class Transformers:
 
 @dataclass
 class KvsieveMethod:
-    """A plan under `kvsieve.attach` and `sieve.generate`. decode: see `attach`."""
+    """A plan under `kvsieve.attach` and `sieve.generate`. decode: see `attach`; draft: see `Sieve.generate`."""
 
     model: Any
     plan: Plan
     name: str
     chunk: int | None = None
     decode: str = "auto"
+    draft: Draft | None = None
     pads: bool = True
     here: bool = True
 
@@ -91,6 +93,7 @@ class KvsieveMethod:
                 pad_token_id=0,
                 stopping_criteria=StoppingCriteriaList(criteria),
                 measure=True,
+                draft=self.draft,
             )
         stats = result.stats
         run: Run = {name: getattr(stats, name) for name in ("ttft_s", "tpot_s", "kv_bytes", "peak_bytes", "applied")}
@@ -99,12 +102,15 @@ class KvsieveMethod:
         run["notes"] = [note for note in stats.notes if note != str(self.plan.filled)]
         assert stats.decoding is not None
         run |= {"capture_s": stats.decoding.capture_s, "decoding": asdict(stats.decoding)}
+        if stats.drafts is not None:
+            run["drafts"] = asdict(stats.drafts)
         if stats.decoding.reason is not None:
             run["notes"].append(f"decoded by {stats.decoding.engine}, not as asked: {stats.decoding.reason}")
         return run
 
     def describe(self) -> dict[str, Any]:
-        return {"kind": "kvsieve", "plan": self.plan.to_dict(), "chunk": self.chunk, "decode": self.decode}
+        draft = {} if self.draft is None else {"draft": str(self.draft)}
+        return {"kind": "kvsieve", "plan": self.plan.to_dict(), "chunk": self.chunk, "decode": self.decode, **draft}
 
 
 @dataclass

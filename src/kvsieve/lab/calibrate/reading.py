@@ -50,7 +50,7 @@ def greedy(model: Any, cache: SieveCache, logits: Tensor, stops: Collection[int]
     answer = Answer(Sampler(Sampling(), torch.empty(0)), (), limit)
     with attach(model, Plan(name="full")) as sieve:
         rows = Rows(sieve, sieve.adopt(cache.fork()), [answer])
-        rows.take(logits.cpu())
+        rows.take(logits[:, None].cpu())
         # Later tokens are compared, so no answer ends with the first.
         answer.ends = stops
         while rows.going:

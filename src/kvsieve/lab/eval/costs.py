@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from torch import Tensor
 
 from kvsieve.hf.attach import attach
@@ -65,9 +67,10 @@ def measure_one(evaluator: Evaluator, setting: MethodSetting, ids: Tensor) -> Ro
             min_new_tokens=NEW_TOKENS,
             do_sample=False,
             measure=True,
+            draft=evaluator.draft,
         )
     stats = result.stats
-    return {
+    row = {
         "method": setting.method,
         "label": setting.label,
         "budget": setting.budget,
@@ -83,6 +86,7 @@ def measure_one(evaluator: Evaluator, setting: MethodSetting, ids: Tensor) -> Ro
         "kv_entries": stats.kv_entries,
         "kept": kept_map(result),
     }
+    return row if stats.drafts is None else {**row, "drafts": asdict(stats.drafts)}
 
 
 def kept_map(result: GenerateResult) -> list[list[float]]:

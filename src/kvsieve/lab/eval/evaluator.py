@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvsieve.errors import InputError
 from kvsieve.hf.attach import attach
 from kvsieve.hf.cache.batching import can_stack, stack
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.drafts.drafter import DraftCounts
 from kvsieve.hf.generate.acted import what_ran
 from kvsieve.hf.generate.config import check_single_answer
 from kvsieve.hf.prompt.constraints import PromptConstraints
@@ -29,6 +31,7 @@ from kvsieve.lab.eval.reading import DocumentReader, ReadState
 from kvsieve.lab.eval.rows import Row
 from kvsieve.lab.tasks.prompter import Prompter
 from kvsieve.lab.tasks.samples import QuestionAnswer, Sample
+from kvsieve.planning.drafts import as_draft
 from kvsieve.planning.plans import Plan
 from kvsieve.shared.prompt import after_prompt, answer_logits, next_logits, read_alone
 
@@ -50,10 +53,14 @@ class Evaluator:
         tokenizer: its tokenizer.
         batch: most answers decoded together.
         chunk: prompt tokens per forward pass; None for all at once.
+        draft: source of drafts, which change no answer: "lookup", or as in ``Sieve.generate``. Default: none.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, *, batch: int = 8, chunk: int | None = None) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, *, batch: int = 8, chunk: int | None = None, draft: Any = None
+    ) -> None:
         self.model = model
+        self.draft = as_draft(draft)
         self.batch = batch
         self.chunk = chunk
         self.documents = DocumentReader(model, chunk)
@@ -104,7 +111,8 @@ class Evaluator:
         outcomes = []
         for state in states:
             applied, notes = what_ran(state.plans[0], state.cache)
-            outcomes.append(Outcome([], {}, state.cache.turn.record, applied, notes))
+            drafts = None if self.draft is None else DraftCounts()
+            outcomes.append(Outcome([], {}, state.cache.turn.record, applied, notes, drafts=drafts))
         scores: list[list[dict[str, float]]] = [[] for _ in plans]
         # Without a further turn's eviction to come the rows can stay together.
         conversations = states if visible else self._stacked(states)
@@ -122,8 +130,10 @@ class Evaluator:
                 conversations = turn_states
             found = self._answer(self._stacked(turn_states) if visible else turn_states, turn)
             for i, (outcome, per_turn) in enumerate(zip(outcomes, scores, strict=True)):
-                answer, distance = found[i]
+                answer, distance, drafts = found[i]
                 outcome.answers.append(answer)
+                if outcome.drafts is not None:
+                    outcome.drafts.add(drafts)
                 per_turn.append(turn.score(answer, turn.answers))
                 if turn is sample.turns[0]:
                     outcome.kl, outcome.kl_last, outcome.top1 = distance
@@ -204,17 +214,18 @@ class Evaluator:
 
     def _answer(
         self, states: Sequence[ReadState], turn: QuestionAnswer
-    ) -> dict[int, tuple[str, tuple[float, float, float]]]:
-        """Answer greedily; return, by the plan's number, its answer and its distance to the first row's answer.
+    ) -> dict[int, tuple[str, tuple[float, float, float], DraftCounts]]:
+        """Answer greedily; return, by the plan's number, its answer, its distance to the first row's, and its drafts.
 
         Distances are the mean KL, the KL of the first token, and the agreement.
         """
-        found: dict[int, tuple[str, tuple[float, float, float]]] = {}
+        found: dict[int, tuple[str, tuple[float, float, float], DraftCounts]] = {}
         reference: list[int] = []
         places: list[int] = []
         truth = torch.empty(0)
         for state in states:
-            tokens = [answer.tokens for answer in self.decode(state, turn.max_new_tokens)]
+            answers = self.decode(state, turn.max_new_tokens)
+            tokens = [answer.tokens for answer in answers]
             used = [self.prompter.answer(row) for row in tokens]
             if not reference:
                 places = compared_places(used[0][1], turn.spread)
@@ -223,8 +234,9 @@ class Evaluator:
             truth = truth if len(truth) else distributions
             kl = (truth.exp() * (truth - distributions)).sum(-1).clamp_min(0)
             same = (truth.argmax(-1) == distributions.argmax(-1)).float()
-            for i, (text, _), distance, agreed in zip(state.order, used, kl, same, strict=True):
-                found[i] = text, (distance.mean().item(), distance[0].item(), agreed.mean().item())
+            for i, answer, (text, _), distance, agreed in zip(state.order, answers, used, kl, same, strict=True):
+                measured = distance.mean().item(), distance[0].item(), agreed.mean().item()
+                found[i] = text, measured, answer.drafts
         return found
 
     def decode(self, state: ReadState, limit: int, tell: Callable[[AnswerPart], None] | None = None) -> list[Answer]:
@@ -251,9 +263,14 @@ class Evaluator:
         """Decode answers to their end, with a new prefill in the same places as generate."""
         with attach(self.model, after_prompt(state.plans[0])) as sieve:
             rows = Rows(sieve, sieve.adopt(state.cache.fork(share=True)), answers)
-            rows.take(state.logits.cpu())
-            while rows.going and not rows.at_border:
-                step(sieve, [rows])
+            rows.take(state.logits[:, None].cpu())
+            if self.draft is not None:
+                given = state.given[0].tolist()
+                known = len(given) - answers[0].sampler.start
+                rows.open_drafts(self.draft, [[*given, *answer.tokens[known:]] for answer in answers])
+            with contextlib.closing(rows):
+                while rows.going and not rows.at_border:
+                    step(sieve, [rows])
         for row, answer in enumerate(answers):
             if answer.finish is None:
                 known = state.given.shape[1] - answer.sampler.start

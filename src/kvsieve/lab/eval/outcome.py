@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from kvsieve.hf.cache.records import TurnRecord
+from kvsieve.hf.drafts.drafter import DraftCounts
 from kvsieve.lab.eval.cells import MethodSetting
 from kvsieve.lab.eval.grid import Unit
 from kvsieve.lab.eval.rows import Row
@@ -18,7 +19,7 @@ _COMPARED = 32
 
 @dataclass
 class Outcome:
-    """Result of one plan on one sample. Metrics as in docs/evaluation.md."""
+    """Result of one plan on one sample. Metrics as in docs/evaluation.md; drafts: None for none."""
 
     answers: list[str]
     metrics: dict[str, float]
@@ -28,6 +29,7 @@ class Outcome:
     kl: float = 0.0
     kl_last: float = 0.0
     top1: float = 1.0
+    drafts: DraftCounts | None = None
 
 
 def sample_row(unit: Unit, sample: Sample, setting: MethodSetting, outcome: Outcome) -> Row:
@@ -35,7 +37,7 @@ def sample_row(unit: Unit, sample: Sample, setting: MethodSetting, outcome: Outc
     record = outcome.record
     entries = sum(record.kept.values()) / max(len(record.kept), 1)
     deep = record.prompt_tokens if record.propagated is None else record.propagated
-    return {
+    row = {
         "task": unit.task.name,
         "length": unit.length,
         "question": unit.question,
@@ -58,6 +60,7 @@ def sample_row(unit: Unit, sample: Sample, setting: MethodSetting, outcome: Outc
         "meta": dict(sample.meta),
         "notes": outcome.notes,
     }
+    return row if outcome.drafts is None else {**row, "drafts": asdict(outcome.drafts)}
 
 
 def compared_places(length: int, spread: bool) -> list[int]:
