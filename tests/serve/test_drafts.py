@@ -21,12 +21,25 @@ from toy_chats import chat_tokenizer
 
 def test_a_request_with_drafts_gets_the_same_answer_and_their_counts():
     options = ServerOptions(limits=ServerLimits(chunk=24), draft=as_draft("lookup:tokens=4:ngram=1:adapt=false"))
-    body = {"model": "tiny", "prompt": [5, 6, 7, 8] * 10, "max_tokens": 24, "temperature": 1, "seed": 5, "n": 2}
+    body = {
+        "model": "tiny",
+        "prompt": [5, 6, 7, 8] * 10,
+        "max_tokens": 24,
+        "temperature": 1,
+        "seed": 5,
+        "n": 2,
+        "ignore_eos": True,
+    }
     with application(build("llama"), chat_tokenizer(), options, "tiny") as app, listening(app) as url:
         with httpx.Client(base_url=url, timeout=120) as client:
             found = [
                 client.post("/v1/completions", json={**body, "kv": kv}).json()
-                for kv in (None, {"draft": "none"}, {"draft": "lookup:tokens=2:adapt=false"}, {"draft": "lookup:tokens=5"})
+                for kv in (
+                    None,
+                    {"draft": "none"},
+                    {"draft": "lookup:tokens=2:adapt=false"},
+                    {"draft": "lookup:tokens=5"},
+                )
             ]
             metrics = client.get("/metrics").text
             assert client.get("/v1/kv").json()["draft"] == "lookup:tokens=4:ngram=1:adapt=false"

@@ -73,7 +73,7 @@ class Rows:
             drafts.counts = answer.drafts
 
     def close(self) -> None:
-        """Release what the drafts hold."""
+        """Close the drafts."""
         for drafts in self.drafts:
             drafts.close()
 
@@ -100,9 +100,9 @@ class Rows:
         return torch.tensor([[last, *tokens, *[last] * (most - len(tokens))] for last, tokens in rows])
 
     def take(self, logits: Tensor, transaction: Transaction | None = None) -> None:
-        """Choose the next tokens of every answer, and keep what was fed of them.
+        """Choose the next tokens of every answer, and undo rejected drafts.
 
-        If that is interrupted, the cache is as if the answers had ended there.
+        After an interrupt the cache is as if the answers had ended there.
 
         Args:
             logits: [B, 1 + k, V] on the CPU, of the tokens fed.
@@ -157,9 +157,7 @@ def _raise(rows: Rows, error: Exception) -> None:
     raise error
 
 
-def step(
-    model: AttachedModel, going: Sequence[Rows], failed: Callable[[Rows, Exception], None] = _raise
-) -> StepCounts:
+def step(model: AttachedModel, going: Sequence[Rows], failed: Callable[[Rows, Exception], None] = _raise) -> StepCounts:
     """Give answers their next tokens, and count.
 
     Caches of one row share a pass, each under its own plan. A cache alone is run as its plan decodes.
@@ -270,5 +268,5 @@ def feed_rows(model: AttachedModel, caches: Sequence[SieveCache], ids: Sequence[
     session = open_rows(model.context, caches, fed.split(widths if beside else 1, beside))
     out = model.run_pass(session, {**call, CACHE: session.together}, fed.shape[1])
     logits = out.logits.cpu().split(widths if beside else 1, beside)
-    made = [PassTransaction(row) if isinstance(row, AnswerSession) else None for row in session.rows]
-    return list(zip(logits, made, strict=True))
+    transactions = [PassTransaction(row) if isinstance(row, AnswerSession) else None for row in session.rows]
+    return list(zip(logits, transactions, strict=True))

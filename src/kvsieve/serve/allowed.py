@@ -91,7 +91,7 @@ class AllowedPlans:
         draft = as_draft(text) if text.partition(":")[0] == "lookup" else None
         if draft is None or draft.tokens > own.tokens or (own.adapt and not draft.adapt):
             raise PlanError(
-                f"this server allows the drafts none, {self.draft_name}, and lookup with tokens={own.tokens} at most and "
-                f"adapt={str(own.adapt).lower()}; got kv.draft {text!r}"
+                f"this server allows the drafts none, {self.draft_name}, and lookup with tokens={own.tokens} at most "
+                f"and adapt={str(own.adapt).lower()}; got kv.draft {text!r}"
             )
         return draft

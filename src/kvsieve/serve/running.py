@@ -77,7 +77,7 @@ class Running:
         return sum(rows.going for rows in self.rows)
 
     def close(self) -> None:
-        """Release what drafts of the answers hold."""
+        """Close the drafts of the answers."""
         for rows in self.rows:
             rows.close()
 

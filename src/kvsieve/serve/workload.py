@@ -133,8 +133,8 @@ class Workload:
         self._running.clear()
         for job in reading:
             self._stop(job)
-        for job in running:
-            job.close()
+        for answering in running:
+            answering.close()
         for ticket in [*(job.ticket for job in reading), *(job.ticket for job in running)]:
             self.fail(ticket, error)
         self._held.clear()

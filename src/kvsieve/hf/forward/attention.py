@@ -62,7 +62,9 @@ def attention_function(
         cores.look()
     if isinstance(session, RowsSession):
         parts = session.each(query, key, value)
-        out = session.joined([_attend(row, module, (one, keys, values), *arguments) for row, one, keys, values in parts])
+        out = session.joined(
+            [_attend(row, module, (one, keys, values), *arguments) for row, one, keys, values in parts]
+        )
     else:
         out = _attend(session, module, (query, key, value), *arguments)
     return out.transpose(1, 2).contiguous(), None
