@@ -91,3 +91,25 @@ def test_requests_choose_within_what_the_operator_allows(own, asked, given):
 def test_other_drafts_are_refused_by_name(own, asked):
     with pytest.raises(PlanError, match=r"this server (allows the drafts none, |drafts no tokens).*'" + asked):
         allowed(as_draft(own)).draft_of(KVOptions(draft=asked))
+
+
+def test_a_plan_that_the_default_draft_is_no_view_of_is_answered_without():
+    options = ServerOptions(
+        limits=ServerLimits(chunk=24), others=("adakv:window=4",), draft=as_draft("self:snapkv:budget=16:window=4")
+    )
+    body = {
+        "model": "tiny",
+        "prompt": [5, 6, 7, 8] * 10,
+        "max_tokens": 4,
+        "kv": {"method": "adakv:window=4", "budget": 20},
+    }
+    with application(build("llama"), chat_tokenizer(), options, "tiny") as app, listening(app) as url:
+        kv = httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()["usage"]["kv"]
+    assert kv["drafted"] == {"tokens": 0, "accepted": 0}
+    assert kv["notes"][-1].startswith("nothing was drafted: draft='self:snapkv' is no view of this cache: its heads")
+    refused = ServerOptions(draft=as_draft("self:full"))
+    with (
+        pytest.raises(PlanError, match="full gives no view"),
+        application(build("llama"), chat_tokenizer(), refused, ""),
+    ):
+        pass

@@ -14,7 +14,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from kvsieve.errors import InputError
-from kvsieve.hf.attach import attached
+from kvsieve.hf.attach import attached, under
+from kvsieve.hf.drafts.opened import check_draft
 from kvsieve.planning.drafts import Draft
 from kvsieve.planning.plans import Plan
 from kvsieve.serve.allowed import AllowedPlans
@@ -92,7 +93,9 @@ def application(model: Any, tokenizer: Any, options: ServerOptions, name: str) -
         own = options.plan, options.method, options.budget
         plans = AllowedPlans(*own, options.others, options.codecs, scheduler.check_plan, options.draft)
         # Refused now rather than at the first request.
-        scheduler.check_plan(options.plan)
+        plan = scheduler.check_plan(options.plan)
+        if options.draft is not None:
+            check_draft(options.draft, under(sieve, plan))
         service = Service(
             scheduler=scheduler,
             preparer=Preparer(model, tokenizer, plans, limits, scheduler.context),

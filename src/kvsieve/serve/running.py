@@ -13,11 +13,13 @@ from kvsieve.decoding.answer import Answer
 from kvsieve.decoding.loop import Rows
 from kvsieve.decoding.sampling import Sampler, processors_for
 from kvsieve.detokenize import Detokenizer
+from kvsieve.errors import KvsieveError
 from kvsieve.hf.drafts.drafter import DraftCounts
 from kvsieve.hf.generate.stats import stats_of
 from kvsieve.hf.kept import kept_of
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.reread import logits_at_border
+from kvsieve.planning.drafts import Draft
 from kvsieve.serve.reading import PromptReader
 from kvsieve.serve.ticket import Summary, Ticket
 
@@ -46,6 +48,7 @@ class Running:
         ids = torch.tensor(order.ids)
         ends = frozenset[int]() if order.ignore_eos else order.stop_ids
         self.rows: list[Rows] = []
+        self._notes: list[str] = []
         for number, own in enumerate(caches):
             processors = processors_for(reading.sieve.model, ids, order.sampling, order.max_tokens, ends)
             answer = Answer(
@@ -62,7 +65,14 @@ class Running:
         for rows, answer in zip(self.rows, self.answers, strict=True):
             rows.take(logits[None, None])
             if order.draft is not None and rows.going:
-                rows.open_drafts(order.draft, [[*order.ids, *answer.tokens]])
+                self._draft(order.draft, rows, [*order.ids, *answer.tokens])
+
+    def _draft(self, draft: Draft, rows: Rows, tokens: list[int]) -> None:
+        """Draft an answer, or note why its plan cannot be drafted for. tokens: of the conversation so far."""
+        try:
+            rows.open_drafts(draft, [tokens])
+        except KvsieveError as error:
+            self._notes.append(f"nothing was drafted: {error}")
 
     def _logits_again(self, rows: Rows) -> Tensor:
         """Prefill the prompt and the answer so far again; return logits [1, V]."""
@@ -94,8 +104,8 @@ class Running:
         counts = DraftCounts()
         for answer in self.answers:
             counts.add(answer.drafts)
-        failures = [drafts.note for rows in self.rows for drafts in rows.drafts if drafts.note is not None]
-        notes = [*ticket.order.notes, *self.reading.notes, *stats.notes, *dict.fromkeys(failures)]
+        ended = [drafts.note for rows in self.rows for drafts in rows.drafts if drafts.note is not None]
+        notes = [*ticket.order.notes, *self.reading.notes, *stats.notes, *dict.fromkeys([*self._notes, *ended])]
         return Summary(
             prompt_tokens=len(ticket.order.ids),
             cached_tokens=self.reading.cached,
