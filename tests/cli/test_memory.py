@@ -190,7 +190,8 @@ def served(cli, monkeypatch, *arguments):
 
 
 def test_a_server_divides_the_limit_between_requests_and_prefix_cache(cli, long_dir, bare, monkeypatch):
-    options, err = served(cli, monkeypatch, long_dir, "--memory", "20MiB")
+    options, err = served(cli, monkeypatch, long_dir, "--memory", "20MiB", "--draft", "lookup:tokens=4")
+    assert str(options.draft) == "lookup:tokens=4"
     kv, cached = options.limits.kv_bytes, kvsieve.planning.quantities.parse_bytes(options.store_memory)
     assert 0 < cached < kv and kv + cached < 20 << 20 and options.limits.chunk == 128
     assert "KV, " in err and "prefix cache; --chunk 128" in err and "a context of" not in err

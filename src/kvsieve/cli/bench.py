@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsieve.cli.bench_report import print_report, read_report
+from kvsieve.cli.drafts import parse_draft
 from kvsieve.cli.loading import (
     DecodeOption,
     DeviceOption,
@@ -83,6 +84,12 @@ def bench_command(
     new_tokens: Annotated[int, option(MEASUREMENT, "Generated tokens per prompt", **TOKENS)] = 32,
     rounds: Annotated[int, option(MEASUREMENT, "Measured rounds, after one warm-up")] = 5,
     chunk: WholeChunkOption = None,
+    draft: Annotated[
+        str | None,
+        option(
+            MEASUREMENT, "Draft to measure each method with, too: lookup, self:PLAN ... (default: none)", metavar="SPEC"
+        ),
+    ] = None,
     decode: DecodeOption = "auto",
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
@@ -131,6 +138,7 @@ def bench_command(
     presses = parse_peer_methods(peer_methods) if peer_python is not None else []
     python = find_python(peer_python) if peer_python is not None else None
     check_model_name(model)
+    drafts = parse_draft(draft)
     named = [make_run("full"), *make_runs(specs, *parts)]
     check_device(device)
     loaded, tokenizer = load_model(model, dtype, device)
@@ -144,6 +152,7 @@ def bench_command(
         "rounds": rounds,
         "chunk": chunk,
         "decode": decode,
+        "draft": drafts,
     }
     from kvsieve.lab.bench.peer_process import Peer
 
@@ -188,18 +197,13 @@ def run_bench(
     out: Path | None,
 ) -> dict[str, Any]:
     """Return the JSON-ready report; it is written to `out` after every round."""
-    from kvsieve.hf.model.support import check_model
     from kvsieve.lab.bench import compare, prompts
-    from kvsieve.lab.bench.contenders import BASELINE, KvsieveMethod, Transformers
+    from kvsieve.lab.bench.contenders import BASELINE
     from kvsieve.lab.bench.roofline import measure_rates
     from kvsieve.models.fetch import MODEL_NAME
     from kvsieve.report.environment import environment
 
-    contenders: list[Contender] = [Transformers(model, settings["chunk"])]
-    for label, run in runs.items():
-        check_model(model, run.plan)
-        contenders.append(KvsieveMethod(model, run.plan, label, settings["chunk"], settings["decode"]))
-    contenders += peers
+    contenders = [*_contenders(model, runs, settings), *peers]
     say("measuring the machine")
     limits, unknown = _limits(model)
     report: dict[str, Any] = {
@@ -209,6 +213,7 @@ def run_bench(
         "device": str(model.device),
         "cpu": _cpu(model),
         **settings,
+        "draft": None if settings["draft"] is None else str(settings["draft"]),
         "baseline": BASELINE,
         "contenders": {contender.name: contender.describe() for contender in contenders},
         "plans": {label: run.plan.to_dict() for label, run in runs.items()},
@@ -238,6 +243,22 @@ def run_bench(
                 compare.limit(entry, limits)
         _keep(report, out)
     return report
+
+
+def _contenders(model: Any, runs: dict[str, MethodRun], settings: dict[str, Any]) -> list[Contender]:
+    """Return plain transformers and the methods, each also with drafts if there is one. Raises PlanError."""
+    from kvsieve.hf.model.support import check_model
+    from kvsieve.lab.bench.contenders import KvsieveMethod, Transformers
+
+    found: list[Contender] = [Transformers(model, settings["chunk"])]
+    draft = settings["draft"]
+    for label, run in runs.items():
+        check_model(model, run.plan)
+        method = KvsieveMethod(model, run.plan, label, settings["chunk"], settings["decode"])
+        found.append(method)
+        if draft is not None:
+            found.append(replace(method, name=f"{label} draft={draft}", draft=draft))
+    return found
 
 
 def _keep(report: dict[str, Any], out: Path | None) -> None:

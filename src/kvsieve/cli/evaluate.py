@@ -6,10 +6,11 @@ import os
 import tomllib
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvsieve.cli.drafts import DraftOption, parse_draft
 from kvsieve.cli.loading import (
     DeviceOption,
     DtypeOption,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from kvsieve.lab.eval.evaluator import Evaluator
     from kvsieve.lab.tasks.document_task import DocumentTask
     from kvsieve.lab.tasks.samples import Task
+    from kvsieve.planning.drafts import Draft
 
 # Options of the questions, not of how a model runs.
 _OF_SAMPLES = (
@@ -135,6 +137,7 @@ def eval_command(
     cost_samples: Annotated[int, option(MEASUREMENT, "Runs per method that measure only time and memory")] = 3,
     batch: Annotated[int, option(GENERATION, "Batch size, at most")] = 8,
     chunk: WholeChunkOption = None,
+    draft: DraftOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
     server: ServerOption = None,
@@ -157,6 +160,7 @@ def eval_command(
     grid_tasks = [*own, *([] if alone else _tasks(names_of(tasks), haystack, data, scbench_mode))]
     check_folder("--out", out)
     check_model_name(model)
+    drafts = parse_draft(draft)
     grid = Grid(
         tasks=grid_tasks,
         lengths=sizes,
@@ -171,24 +175,14 @@ def eval_command(
         return print_scores(eval_server(grid, server, model, extra, clients, out, resume, haystack), out, as_json)
     check_device(device)
 
-    from kvsieve.devices import auto_dtype
     from kvsieve.hf.model.context import context_of
     from kvsieve.hf.model.support import check_model
     from kvsieve.lab.eval.cells import warn_unlike
     from kvsieve.lab.eval.evaluator import Evaluator
     from kvsieve.lab.eval.runner import run_grid
     from kvsieve.lab.eval.store import writing
-    from kvsieve.lab.tasks.public import data_digests
-    from kvsieve.models.fetch import MODEL_NAME
 
-    run = {
-        "model": model or MODEL_NAME,
-        "dtype": auto_dtype(device).name if dtype == "auto" else dtype,
-        "seed": seed,
-        "haystack": haystack,
-        "tasks": {grid_task.name: grid_task.title for grid_task in grid.tasks},
-        "data": data_digests(grid.tasks),
-    }
+    run = _identity(context, grid, drafts)
     # Opened before the model is loaded, so that an unwritable directory fails fast.
     with writing(Path(os.path.expanduser(out)), run, resume=resume) as writer:
         loaded, tokenizer = load_model(model, dtype, device)
@@ -197,13 +191,31 @@ def eval_command(
         for setting in grid.settings:
             check_model(loaded, setting.plan)
         writer.settle([setting.described() for setting in grid.settings], loaded)
-        evaluator = Evaluator(loaded, tokenizer, batch=batch, chunk=chunk)
+        evaluator = Evaluator(loaded, tokenizer, batch=batch, chunk=chunk, draft=drafts)
         if alone:
             grid = _whole_rows(context, grid, own[0], evaluator)
         grid.check(context_of(loaded.config))
         with progress_bar() as progress:
             run_grid(grid, evaluator, writer, progress)
     _print_results(out, as_json)
+
+
+def _identity(context: typer.Context, grid: Grid, draft: Draft | None) -> dict[str, Any]:
+    """Return what a run that continues these results has to agree in; see `lab.eval.store`."""
+    from kvsieve.devices import auto_dtype
+    from kvsieve.lab.tasks.public import data_digests
+    from kvsieve.models.fetch import MODEL_NAME
+
+    given = context.params
+    return {
+        "model": given["model"] or MODEL_NAME,
+        "dtype": auto_dtype(given["device"]).name if given["dtype"] == "auto" else given["dtype"],
+        "seed": given["seed"],
+        "haystack": given["haystack"],
+        "draft": None if draft is None else str(draft),
+        "tasks": {task.name: task.title for task in grid.tasks},
+        "data": data_digests(grid.tasks),
+    }
 
 
 def _print_results(out: Path, as_json: bool) -> None:

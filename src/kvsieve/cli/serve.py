@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvsieve.cli.drafts import DraftOption, parse_draft
 from kvsieve.cli.loading import (
     DecodeOption,
     DeviceOption,
@@ -56,6 +57,7 @@ def serve_command(
         float,
         option(GENERATION, "While another prompt is prefilled, allow at most this many times the usual time per token"),
     ] = 2.25,
+    draft: DraftOption = None,
     method: Annotated[str, option(METHOD, "Default method for requests that do not set kv.method")] = "full",
     budget: BudgetOption = None,
     settings: SettingsOption = None,
@@ -115,6 +117,7 @@ def serve_command(
     keys = read_keys(api_keys)
     check_reach(keys, host, open_, allow_origin or ())
     check_model_name(model)
+    drafts = parse_draft(draft, memory)
     runs = make_runs([chosen], codecs)
     check_stored_plans(store, [runs[0].plan])
     check_device(device)
@@ -134,6 +137,7 @@ def serve_command(
         budget=runs[0].given.get("budget"),
         others=others,
         codecs=allow_codecs,
+        draft=drafts,
         limits=limits,
         keys=keys,
         store=store,

@@ -443,27 +443,26 @@ def test_the_command_measures_writes_prints_and_draws(cli, model_dir, tmp_path, 
     monkeypatch.setattr("kvsieve.lab.bench.roofline.measure_rates", lambda model: Rates(1e9, 1e10))
     methods = "snapkv:paper=true:budget=20%,fastkv:tsp_layer=1:tsp_rate=0.2:budget=10%"
     out, options = tmp_path / "deep" / "r.json", ["--new-tokens", 3, "--rounds", 1, "--dtype", "float32"]
+    options += ["--draft", "lookup:ngram=1"]
     code, printed, err = cli(
         "bench", model_dir, "--methods", methods, "--lengths", "200,100", *options, "--out", out, "--json"
     )
     assert code == 0, err
+    assert "note: 200 tokens: full draft=lookup:ngram=1: drafts: " in err
     report = json.loads(printed)
     assert json.loads(out.read_text()) == report and list(report["lengths"]) == ["100", "200"]
-    labels = [
-        "transformers",
-        "full",
-        "snapkv:budget=20%:pooling=max",
-        "fastkv:tsp_layer=1:tsp_rate=0.2:budget=10%:window=16",
-    ]
+    plain = ["full", "snapkv:budget=20%:pooling=max", "fastkv:tsp_layer=1:tsp_rate=0.2:budget=10%:window=16"]
+    labels = ["transformers", *(label + more for label in plain for more in ("", " draft=lookup:ngram=1"))]
     assert list(report["contenders"]) == labels == list(report["lengths"]["200"]["summary"])
+    assert list(report["plans"]) == plain and report["draft"] == "lookup:ngram=1"
     assert report["environment"]["kvsieve"] == kvsieve.__version__ and report["rates"]["matmul_tflops"] == 0.01
-    assert Plan.from_dict(report["plans"][labels[2]]) == kvsieve.plan("snapkv", budget="20%", paper=True)
-    assert report["parameters"][labels[3]]["window"] == 16, "what came with the model"
+    assert Plan.from_dict(report["plans"][plain[1]]) == kvsieve.plan("snapkv", budget="20%", paper=True)
+    assert report["parameters"][plain[2]]["window"] == 16, "what came with the model"
     assert report["cpu"]["kind"] == cpu_kind() and report["cpu"]["attention"] == str(cpu_paths(torch.float32))
     code, printed, err = cli("bench", "--show", out, "--markdown", "--plots", tmp_path / "plots")
     assert code == 0 and "| snapkv:budget=20%:pooling=max |" in printed and "growth" in printed
     assert f"{cpu_kind()}: prompts by " in printed and printed.splitlines()[-1].startswith(
-        f"- {labels[3]}, 200 tokens: "
+        f"- {labels[-1]}, 200 tokens: "
     )
     assert {file.name for file in (tmp_path / "plots").iterdir()} == {"latency.png", "scaling.png"}
 

@@ -86,11 +86,16 @@ def test_a_method_is_added_without_running_the_rest_again(model_dir, tmp_path, c
         "2",
         "--dtype",
         "float32",
+        "--draft",
+        "lookup:ngram=1",
         "--out",
         str(tmp_path / "out"),
     ]
     assert cli("eval", model_dir, *grid, "--methods", "knorm", "--cost-samples", "2")[0] == 0
     first = lines(tmp_path / "out")
+    assert all("passes" in json.loads(line)["drafts"] for line in first)
+    code, _, err = cli("eval", model_dir, *grid, "--draft", "none", "--resume")
+    assert code == 2 and "holds results with draft 'lookup:ngram=1', this run has None" in err
     code, out, err = cli(
         "eval", model_dir, *grid, "--methods", "knorm,streamingllm", "--cost-samples", "2", "--resume", "--json"
     )

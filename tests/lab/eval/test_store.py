@@ -67,7 +67,9 @@ def test_results_are_continued_only_when_asked(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"model": "other"}, {"seed": 1}, {"dtype": "bfloat16"}, {"haystack": "topics"}], ids=str
+    "changed",
+    [{"model": "other"}, {"seed": 1}, {"dtype": "bfloat16"}, {"haystack": "topics"}, {"draft": "lookup"}],
+    ids=str,
 )
 def test_another_run_does_not_continue_these(tmp_path, changed):
     with writing(tmp_path, RUN, resume=False):
@@ -75,7 +77,7 @@ def test_another_run_does_not_continue_these(tmp_path, changed):
     ((name, value),) = changed.items()
     with pytest.raises(InputError) as refused, writing(tmp_path, {**RUN, **changed}, resume=True):
         pass
-    assert repr(RUN[name]) in str(refused.value) and repr(value) in str(refused.value)
+    assert repr(RUN.get(name)) in str(refused.value) and repr(value) in str(refused.value)
 
 
 TOPICS, NOISE = "d9dc35bce5ab1a24", text_digest(load_haystack("noise"))

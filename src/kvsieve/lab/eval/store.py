@@ -30,7 +30,7 @@ from kvsieve.report.environment import UNRECORDED, environment, weights_digest
 
 COST_KEY = ("length", "label", "budget", "repeat")
 _LOCK = ".lock"
-_FIXED = ("model", "dtype", "seed", "haystack")
+_FIXED = ("model", "dtype", "seed", "haystack", "draft")
 
 
 class ResultsWriter:
@@ -61,10 +61,10 @@ class ResultsWriter:
         self._check(resume)
         known = read_run(self.folder / "run.json") or {}
         for name in _FIXED if known else ():
-            if known[name] != run[name]:
+            if known.get(name) != run.get(name):
                 raise InputError(
-                    f"'{self.folder}' holds results with {name} {known[name]!r}, this run has {run[name]!r}; give the "
-                    "same, or write to another --out"
+                    f"'{self.folder}' holds results with {name} {known.get(name)!r}, this run has {run.get(name)!r}; "
+                    "give the same, or write to another --out"
                 )
         self.run = {"format": FORMAT, **run, "environments": [], "seconds": 0.0, **known}
         self.run["tasks"] = {**known.get("tasks", {}), **run["tasks"]}
