@@ -440,19 +440,21 @@ class Terminal:
         os.write(self.master, text.encode())
 
     def interrupt(self, pattern: str) -> None:
-        """Press Ctrl-C and wait for a text; press again where readline, not waiting yet, has lost it."""
-        self.type("\x03")
-        try:
-            self.expect(pattern, 60)
-        except AssertionError:
-            self.type("\x03")
-            self.expect(pattern)
+        """Press Ctrl-C and wait for a text.
 
-    def expect(self, pattern: str, seconds: float = 240) -> str:
-        """Wait until it is shown; what was shown before it."""
-        end = time.monotonic() + seconds
+        An interrupt between the prompt and readline's wait is seen only once a line has been read: Enter ends one.
+        """
+        self.type("\x03")
+        self.expect(pattern, 1)
+
+    def expect(self, pattern: str, silence: float = 240) -> str:
+        """Wait until it is shown; what was shown before it. silence: seconds without a text before Enter is pressed."""
+        end = time.monotonic() + 240
         while not (found := re.compile(pattern).search(self.shown, self.looked)):
-            ready = select.select([self.master], [], [], max(0, end - time.monotonic()))[0]
+            ready = select.select([self.master], [], [], silence)[0]
+            if not ready and time.monotonic() < end:
+                self.type("\r")
+                continue
             try:
                 read = os.read(self.master, 4096) if ready else b""
             except OSError:  # Linux's way to say that the other side is gone
@@ -463,14 +465,11 @@ class Terminal:
         return before
 
     def ends(self) -> int:
-        """Read to the end; the exit code.
-
-        An interrupt between the prompt and readline's wait is seen only once a line has been read: Enter ends one.
-        """
+        """Read to the end; the exit code. Enter as in `interrupt`."""
         end = time.monotonic() + 240
         with contextlib.suppress(OSError):
             while time.monotonic() < end:
-                if not select.select([self.master], [], [], 2)[0]:
+                if not select.select([self.master], [], [], 1)[0]:
                     self.type("\r")
                 elif read := os.read(self.master, 4096):
                     self.shown += read.decode(errors="replace")

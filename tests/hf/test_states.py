@@ -69,10 +69,10 @@ def recurrent(request):
     return built(request.param)
 
 
-def talk(padding=PADDING):
+def talk(padding=PADDING, size=48):
     """A padded batch, its mask, and what is said next."""
     made = torch.Generator().manual_seed(0)
-    ids = torch.randint(2, 120, (2, 48), generator=made)
+    ids = torch.randint(2, 120, (2, size), generator=made)
     mask = torch.ones_like(ids)
     ids[1, :padding], mask[1, :padding] = 0, 0
     return ids, mask, torch.randint(2, 120, (2, 9), generator=made)
@@ -121,16 +121,16 @@ def attached(model, name="snapkv", **given):
 # Chunked prefill and padding.
 
 
-@pytest.mark.parametrize("chunk", [1, 23])
-def test_chunks_shorter_than_padding_and_convolutions(model, chunk):
+@pytest.mark.parametrize(("chunk", "padding", "size"), [(1, 3, 24), (23, PADDING, 48)])
+def test_chunks_shorter_than_padding_and_convolutions(model, chunk, padding, size):
     """Chunks that are all padding in a row, and of fewer tokens than a convolution sees, change nothing."""
-    ids, mask, _ = talk()
+    ids, mask, _ = talk(padding, size)
     with attached(model) as sieve:
         both = sieve.generate(ids, mask, chunk=chunk, **GREEDY)
-        for row, padding in ((0, 0), (1, PADDING)):
-            alone = sieve.generate(ids[row : row + 1, padding:], **GREEDY)
+        for row, start in ((0, 0), (1, padding)):
+            alone = sieve.generate(ids[row : row + 1, start:], **GREEDY)
             close(both, alone, slice(row, row + 1))
-            assert torch.equal(both.sequences[row, 48:], alone.sequences[0, 48 - padding :])
+            assert torch.equal(both.sequences[row, size:], alone.sequences[0, size - start :])
         padded = sieve.generate(ids[1:], mask[1:], chunk=chunk, **GREEDY)
         close(padded, alone)
 
@@ -277,8 +277,14 @@ def test_a_saved_conversation_goes_on_to_the_bit(model, tmp_path, plan):
         # Nothing of it is shared with the file's other readers.
         held = contents(sieve.load(path).cache)
         same(contents(sieve.load(path).cache), held)
+
+
+def test_a_file_of_other_weights_is_refused(model, tmp_path):
+    path = tmp_path / "talk.safetensors"
+    with attached(model) as sieve:
+        sieve.save(sieve.prefill(talk()[0]), path)
     other = build(model.config.model_type, dtype=torch.float64, seed=1)
-    with attached(other, plan) as sieve, pytest.raises(CacheFileError, match="other weights"):
+    with attached(other) as sieve, pytest.raises(CacheFileError, match="other weights"):
         sieve.load(path)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -385,20 +387,30 @@ def test_unwritable_cache(absent: Path, gguf: Path, monkeypatch: pytest.MonkeyPa
     assert str(tmp_path / "file" / "cache") in str(caught.value)
 
 
-def convert_once(tell: Callable[[str], None], tiny: Path, cache: Path) -> None:
+def convert_once(tell: Callable[[str], None], tiny: Path, cache: Path, arrived: Any) -> None:
+    lock = fetch._lock
+
+    def arrive(file: Any) -> bool:
+        arrived.release()
+        return lock(file)
+
     def convert(source: Path, out: Path) -> None:
         tell("converted")
-        time.sleep(0.5)
+        # While both have come to the lock, nobody gets it.
+        assert arrived.acquire(timeout=60) and arrived.acquire(timeout=60)
+        with open(cache / ".lock") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for file in tiny.iterdir():
             os.link(file, out / file.name)
 
-    os.environ["KVSIEVE_CACHE"], demo.convert = str(cache), convert
+    os.environ["KVSIEVE_CACHE"], demo.convert, fetch._lock = str(cache), convert, arrive
     tell(f"loaded {demo.load_demo()[0].dtype}")
 
 
 def test_two_processes_convert_once(tmp_path: Path, stand_in: Path, tiny: Path) -> None:
     cache = tmp_path / "shared"
-    with forked(convert_once, tiny, cache) as (one, first), forked(convert_once, tiny, cache) as (other, second):
+    given = convert_once, tiny, cache, multiprocessing.get_context("fork").Semaphore(0)
+    with forked(*given) as (one, first), forked(*given) as (other, second):
         told = all_told(first), all_told(second)
         one.join()
         other.join()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import signal
-import time
 
 import httpx
 import pytest
@@ -18,8 +18,8 @@ from tiny_models import build
 from toy_chats import chat_tokenizer
 
 
-def serve(tell, folder):
-    """What the command does, with a store that takes its time."""
+def serve(tell, folder, streamed):
+    """What the command does, with a store that writes nothing until a stream has ended."""
     # Tests that run in the background of a shell, or under nohup, pass on that SIGINT or SIGHUP is ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -28,7 +28,7 @@ def serve(tell, folder):
     write = directory.write_cache
 
     def slow(*given, **how):
-        time.sleep(0.3)
+        streamed.wait()
         return write(*given, **how)
 
     directory.write_cache = slow
@@ -41,7 +41,8 @@ def serve(tell, folder):
     "kind", [signal.SIGTERM, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (signal.SIGINT, signal.SIGHUP))]
 )
 def test_a_signal_lets_streams_end_and_the_store_be_written(tmp_path, kind):
-    with forked(serve, tmp_path / "store") as (child, heard):
+    streamed = multiprocessing.get_context("fork").Event()
+    with forked(serve, tmp_path / "store", streamed) as (child, heard):
         # The address is told once it is listened at.
         url = re.search(r"http://\S+:\d+", heard.recv())[0]
         for first in range(3):
@@ -57,6 +58,7 @@ def test_a_signal_lets_streams_end_and_the_store_be_written(tmp_path, kind):
         if kind == signal.SIGINT:
             # Impatience costs nothing of the store.
             os.kill(child.pid, kind)
+        streamed.set()
         child.join(600)
     assert told[-1] == "data: [DONE]" and json.loads(told[-2][6:])["choices"][0]["finish_reason"] == "length"
     assert "".join(json.loads(each[6:])["choices"][0]["text"] for each in told[:-1]).count("w") > 200
