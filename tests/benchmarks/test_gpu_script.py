@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.speed import gpu as script
+from forked import forked
 from kvsieve.lab.bench.geometry import geometry
 from kvsieve.lab.bench.prompts import TokensPrompt
 from kvsieve.lab.bench.roofline import Rates
@@ -117,14 +119,23 @@ def test_prompts_are_read_in_the_largest_chunk_that_fits(gpu, context, batch, ex
     assert (reason or "").endswith(str(expected)) if isinstance(expected, str) else (chunk, reason) == (expected, None)
 
 
+def start(tell, script):
+    """Run a script as Python does: its folder comes first among those that modules are looked for in."""
+    sys.path = [str(script.parent), *(place for place in sys.path if place != str(ROOT.parent))]
+    sys.argv = [script.name]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
+        del sys.modules[name]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as refused:
+        tell(str(refused))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the scripts ask for")
-def test_scripts_start_and_say_what_is_missing():
-    """In a process where a script's folder comes first among those that modules are looked for in."""
-    scripts = ROOT / "speed" / "gpu.py", ROOT / "kernels" / "gpu_kernels.py"
-    program = "import pathlib, runpy, sys\nscripts, sys.argv = sys.argv[1:], sys.argv[:1]\nfor name in scripts:\n"
-    program += "    sys.path[0] = str(pathlib.Path(name).parent)\n    try:\n"
-    program += "        runpy.run_path(name, run_name='__main__')\n"
-    program += "    except SystemExit as refused:\n        print(refused)\n"
-    ran = subprocess.run([sys.executable, "-c", program, *map(str, scripts)], capture_output=True, text=True)
-    said = ran.stdout.strip().splitlines()
-    assert ran.returncode == 0 and len(said) == 2 and all("CUDA" in each for each in said), ran.stderr
+@pytest.mark.parametrize("name", ["speed/gpu.py", "kernels/gpu_kernels.py"])
+def test_a_script_starts_and_says_what_is_missing(name):
+    with forked(start, ROOT / name) as (_, heard):
+        assert "CUDA" in heard.recv()
+    # What is imported after it starts is not one of its neighbours.
+    neighbours = {script.stem for script in (ROOT / name).parent.glob("*.py")}
+    assert not neighbours & {*sys.stdlib_module_names, *packages_distributions()}

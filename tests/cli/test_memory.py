@@ -117,7 +117,7 @@ def chosen(cli, folder, size, *more):
 
 
 def test_a_run_comes_down_to_smaller_chunks_and_then_to_codecs(cli, long_dir, bare, unloaded):
-    sizes = range(7600, 4000, -100)
+    sizes = range(7600, 4000, -200)
     seen = [chosen(cli, long_dir, f"{size}KiB") for size in sizes]
     assert seen[0] == (1024, "none", "auto") and seen[-1] is None
     fitting = [each for each in seen if each is not None]

@@ -173,7 +173,7 @@ def test_reducing(model, prompts, plain, monkeypatch):
     with kvsieve.attach(model, plan) as sieve:
         one_shot = sieve.generate(ids, mask, **GENERATE)
         chunked = sieve.generate(ids, mask, chunk=30, **SHORTLY) if on else one_shot
-        alone = sieve.generate(ids[1:, PADDING:], **GENERATE)
+        alone = sieve.generate(ids[1:, PADDING:], **SHORTLY)
         sieved = sieve.new_cache().sieve_layers
         with monkeypatch.context() as patch:
             patch.setattr(DenseStore, "keep", mask_instead)
