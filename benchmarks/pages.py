@@ -42,6 +42,14 @@ ROWS = (
     ("rocketkv", "10%"),
     ("rocketkv", "256"),
 )
+# Tasks of benchmarks/speed/copying.py in words.
+DRAFTED_TASKS = {
+    "edit": "write a function again",
+    "quote": "quote a paragraph",
+    "table": "rows of a table as JSON",
+    "summary": "summarize",
+    "free": "write a story",
+}
 SHOWN = {"transformers": "transformers", "full": "kvsieve, full KV"}
 COLOURS = {
     "transformers": "#8c8c8c",
@@ -312,6 +320,78 @@ def busy_table() -> str:
     where = f"{report['environment']['processor']}, {report['threads']} threads"
     said = f"{described(report['model'])} on {where}, {report['tokens']:,} tokens, medians of"
     return f"{said} {report['rounds']} rounds:\n\n{markdown(head, lines)}"
+
+
+def drafts_tables() -> str:
+    """Return what was measured of drafts, without the parts that were not."""
+    parts = drafts_table(), drafts_served_table(), drafts_identical()
+    return "\n\n".join(part for part in parts if part)
+
+
+def drafts_table() -> str:
+    """Tokens per second with drafts over those without, by task (benchmarks/speed/speculation.py)."""
+    file = RESULTS / "drafts_speed.json"
+    if not file.exists():
+        return ""
+    report = json.loads(file.read_text())
+    lengths = sorted({row["length"] for row in report["summary"]})
+    by: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
+    for row in report["summary"]:
+        by.setdefault((row["plan"], row["draft"], row["task"]), {})[row["length"]] = row
+    lines = []
+    for plan, draft, task in sorted(by, key=lambda key: (*key[:2], list(DRAFTED_TASKS).index(key[2]))):
+        found = by[plan, draft, task]
+        cells = [f"{found[length]['ratio']:.2f}" if length in found else "" for length in lengths]
+        last = found[max(found)]
+        cells += [f"{last['tokens_per_pass']:.1f}", f"{last['accepted']:.0%}", f"{last['same']} of {last['samples']}"]
+        lines.append([DRAFTED_TASKS[task], f"`{plan}`", f"`{draft}`", *cells])
+    longest = f"{lengths[-1]:,}"
+    head = ["task", "plan", "draft", *(f"{length:,} tokens" for length in lengths), f"tokens a pass, {longest}"]
+    head += ["drafted tokens accepted", "answers equal"]
+    stamp = report["environments"][0]
+    where = f"{stamp['processor']}, {stamp['cores']} cores, {stamp['threads']} threads"
+    samples = max(row["samples"] for row in report["summary"])
+    said = (
+        f"Tokens per second over those without drafts, {_described(report['model'])} on {where}, medians of {samples}"
+    )
+    return f"{said} prompts:\n\n{markdown(head, lines)}"
+
+
+def _described(name: str) -> str:
+    return described(name) if name in MODELS else name
+
+
+def drafts_served_table() -> str:
+    """Servers with and without drafts (benchmarks/speed/speculation_serve.py)."""
+    file = RESULTS / "drafts_serve.json"
+    if not file.exists():
+        return ""
+    report = json.loads(file.read_text())
+    found = report["summary"]
+    lines = []
+    for key, name in (("without", "without drafts"), ("with", f"`--draft {report['draft']}`"), ("ratio", "ratio")):
+        rate, *gaps = (found[f"{each}_{key}"] for each in ("tokens_per_s", "gap_median_s", "gap_p95_s"))
+        cells = [f"{each:.2f}" if key == "ratio" else f"{1000 * each:.0f} ms" for each in gaps]
+        lines.append([name, f"{rate:.2f}" if key == "ratio" else f"{rate:.1f}", *cells])
+    said = f"{report['clients']} clients of a server that edit one file of {report['length']:,} tokens, medians of"
+    head = ["", "tokens per second", "median gap", "95th percentile of gaps"]
+    return f"{said} {len(report['rounds'])} rounds:\n\n{markdown(head, lines)}"
+
+
+def drafts_identical() -> str:
+    """The count of tokens that drafts have changed (benchmarks/answers/identical_drafts.py)."""
+    file = RESULTS / "drafts_identical.json"
+    if not file.exists():
+        return ""
+    rows = list(json.loads(file.read_text())["rows"].values())
+    total = {name: sum(row[name] for row in rows) for name in ("tokens", "drafted", "accepted")}
+    differing = sum(len(row["differences"]) for row in rows)
+    families, plans = (len({row[name] for row in rows}) for name in ("family", "plan"))
+    return (
+        f"Greedy answers in float32 to {rows[0]['prompts']} prompts of {families} model families under {plans} plans: "
+        f"of {total['tokens']:,} tokens {total['accepted']:,} come from drafts ({total['drafted']:,} drafted), and "
+        f"{differing or 'no'} answers differ from those without drafts."
+    )
 
 
 def peers_table() -> str:
