@@ -140,6 +140,13 @@ def test_a_draft_with_a_shorter_context_ends_with_a_note():
     assert 0 < row.counts.drafted <= 4
 
 
+def test_tokens_that_only_the_draft_knows_are_not_drafted():
+    """Its embedding has more rows than the tokenizer that both share."""
+    tokenizer = word_tokenizer()
+    (row,) = answers("llama", "full", Loaded("wide", near(vocab_size=400), tokenizer), tokenizer=tokenizer)
+    assert row.note is None
+
+
 def other_words():
     """The words in another order, and numbers below 50 as a word of two parts."""
     vocabulary = {word: index for index, word in enumerate(reversed(WORDS))}
@@ -161,10 +168,15 @@ def test_a_draft_with_another_tokenizer():
     assert row.counts.drafted == row.counts.accepted > 4
 
 
-def test_text_is_split_anew_until_it_is_old():
+def test_text_is_split_anew_until_it_is_old(monkeypatch):
     """Two tokens of the model are one of the draft, across the border of what was there and what came."""
     own = characters({"a": 0, "b": 1, "ab": 2, " ": 3, "\u00e9": 4}, [])
     other = characters({"a": 0, "b": 1, " ": 2, "ab": 3}, [("a", "b")])
+    read = []
+    encode = type(other)._encode_plus
+    monkeypatch.setattr(
+        type(other), "_encode_plus", lambda self, text, **given: read.append(text) or encode(self, text, **given)
+    )
     translation = Translation(own, other, end=9)
     assert translation.extend([0]) == [0]
     assert translation.extend([1, 3]) == [3, 2]
@@ -173,6 +185,7 @@ def test_text_is_split_anew_until_it_is_old():
     for _ in range(30):
         tokens = translation.extend([0, 1, 3])
     assert tokens == [3, 2] * 31
+    assert max(map(len, read)) < 60
 
 
 def characters(vocabulary, merges):

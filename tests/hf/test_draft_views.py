@@ -36,6 +36,7 @@ PLANS = {
     "h2o": {"budget": 24},
     "rocketkv": {"budget": 20, "window": 4, "kernel": 5},
     "kivi": {"tail": 4},
+    "perturn": {"budget": 20, "base": "knorm"},
 }
 # Every kind of view under full KV, and some under each other plan and on other kinds of layers.
 CASES = [
@@ -46,6 +47,8 @@ CASES = [
     ("llama", "adakv", "evictor, ragged"),
     ("llama", "lagkv", "reader"),
     ("llama", "lagkv", "codec"),
+    ("llama", "lagkv", "evictor in decode"),
+    ("llama", "perturn", "evictor"),
     ("llama", "h2o", "reader"),
     ("llama", "h2o", "evictor"),
     ("llama", "rocketkv", "reader"),
@@ -108,20 +111,42 @@ def test_an_answer_with_views_is_the_answer_without(family, plan, view):
     assert counts == contents(found)[1]
 
 
-def test_the_copy_is_what_the_plan_leaves_of_a_prompt(model):
+@pytest.mark.parametrize(
+    ("plan", "view"), [("full", SNAPKV), ("perturn", SNAPKV), ("full", VIEWS["evictor in decode"])]
+)
+def test_the_copy_is_what_the_plan_leaves_of_a_prompt(model, plan, view):
     """Re-reading the last tokens after the others' entries gives the evictor what a prefill would have."""
     ids = tiny_prompt(1, N)
-    with kvsieve.attach(model, kvsieve.plan("full")) as sieve, torch.no_grad():
+    with kvsieve.attach(model, plan_of(plan, model, **PLANS[plan])) as sieve, torch.no_grad():
         cache, tokens = begun(sieve, ids)
-        drafter = view_drafter(sieve, cache, checked_view(SNAPKV, sieve))
+        drafter = view_drafter(sieve, cache, checked_view(view, sieve))
         drafter.extend(tokens)
-        view = drafter.copied()
+        copy = drafter.copied()
+    with kvsieve.attach(model, kvsieve.plan(view)) as sieve, torch.no_grad():
         own, _ = begun(sieve, ids)
-    with kvsieve.attach(model, kvsieve.plan(SNAPKV)) as sieve, torch.no_grad():
-        own, _ = begun(sieve, ids)
-    assert view.entries() == own.entries() == [12] * 4
-    for one, other in zip(contents(view)[0], contents(own)[0], strict=True):
+    assert copy.entries() == own.entries() == [12] * 4
+    assert all(layer.view is None for layer in copy.all_layers)
+    for one, other in zip(contents(copy)[0], contents(own)[0], strict=True):
         torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
+
+
+def test_a_copy_of_what_the_same_method_has_left_begins_anew(model):
+    """What LagKV remembers of partitions is about entries that the copy lacks."""
+    with kvsieve.attach(model, kvsieve.plan("lagkv:budget=40:lag=8:sinks=2")) as sieve, torch.no_grad():
+        cache, tokens = begun(sieve, tiny_prompt(1, N))
+        drafter = view_drafter(sieve, cache, checked_view("lagkv:budget=12:lag=2:sinks=2", sieve))
+        drafter.extend(tokens)
+        assert drafter.copied().entries() == [12] * 4
+
+
+@pytest.mark.parametrize("view", ["evictor", "codec"])
+def test_a_copy_shares_no_memory_with_the_cache(model, view):
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve, torch.no_grad():
+        cache, tokens = begun(sieve, tiny_prompt(1, N))
+        drafter = view_drafter(sieve, cache, checked_view(VIEWS[view], sieve))
+        drafter.extend(tokens)
+        pairs = zip(cache.sieve_layers.values(), drafter.copied().sieve_layers.values(), strict=True)
+        assert not any(one.keys.data_ptr() == other.keys.data_ptr() for one, other in pairs)
 
 
 @pytest.mark.parametrize("view", ["reader", "evictor", "codec"])

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.forward.own_generate import noting_caches
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.forward.tentative import Transaction
 from kvsieve.hf.runtime import AttachedModel
@@ -61,9 +60,7 @@ class DraftPasses:
         mask = self.cache.conversation.mask
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(1, len(tokens))], 1)
-        # Statistics of a call of the model's own generate are about its cache, not this one.
-        with noting_caches():
-            result = self.model.feed(self.cache, ids, mask, request, logits=1)
+        result = self.model.feed(self.cache, ids, mask, request, logits=1)
         assert result.logits is not None
         return result.logits[0, -1], result.transaction
 

@@ -267,9 +267,9 @@ class CopyDrafter(Drafter):
             raise UnsupportedOptionError(
                 f"padding is among the last {again} tokens of a row, which {plan.name} reads again: ask rows one by one"
             )
-        for layer in view.sieve_layers.values():
-            layer.state = {}
-            layer.view = None
+        for growing in view.sieve_layers.values():
+            growing.state = {}
+            growing.view = None
         layer: Any
         for layer in view.all_layers:
             if layer.memory is not None:
