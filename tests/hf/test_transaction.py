@@ -13,8 +13,10 @@ from kvsieve.core.codes import CodeFormat
 from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
 from kvsieve.hf.cache.layer import StoreLayer, WindowLayer
 from kvsieve.hf.compat import CACHE
+from kvsieve.hf.forward.one_by_one import StatesTransaction, StepsTransaction
 from kvsieve.hf.forward.parts import PartSession
 from kvsieve.hf.forward.request import PassRequest
+from kvsieve.hf.runtime import AttachedModel
 from kvsieve.methods import H2O, AdaKV, SnapKV
 from small import plan_of
 from tiny_models import build
@@ -120,7 +122,7 @@ def read(sieve, rows=(0, 1)):
     return cache
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case != "hybrid"])
 def test_tokens_at_once_equal_tokens_one_by_one(case):
     model, plan = planned(case)
     ids, more = tokens(2, NEW, 5), tokens(2, 3, 6)
@@ -156,6 +158,25 @@ def sizes_of_parts(monkeypatch):
 
     monkeypatch.setattr(PartSession, "read", noted)
     return parts
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_recurrent_layers_at_once_and_one_by_one(together, monkeypatch):
+    """Which of them is decided by a trial of the model, by the clock too."""
+    monkeypatch.setattr(AttachedModel, "continues_together", together)
+    test_tokens_at_once_equal_tokens_one_by_one("hybrid")
+    test_rows_accept_different_numbers("hybrid")
+    model, plan = planned("hybrid")
+    with kvsieve.attach(model, plan) as sieve, torch.no_grad():
+        found = feed(sieve, read(sieve), tokens(2, NEW, 5), tentative=True)
+        assert isinstance(found.transaction, StatesTransaction if together else StepsTransaction)
+
+
+def test_recurrent_layers_that_compute_several_tokens_otherwise_take_them_one_by_one():
+    model = build("zamba2", dtype=torch.float32)
+    with kvsieve.attach(model, kvsieve.Plan()) as sieve, torch.no_grad():
+        cache = sieve.prefill(tokens(1, 20, 1))
+        assert isinstance(feed(sieve, cache, tokens(1, 2, 5), tentative=True).transaction, StepsTransaction)
 
 
 ONLY_STORE = ["full", "adakv", "quest", "sparq", "exacttopk", "rocketkv", "perturn", "shared KV, read"]
@@ -213,7 +234,7 @@ def same_records(ours, theirs):
 
 
 # Encoded again, a row's entries differ from those of the row alone, which also rows of one number do.
-ALONE = [case for case in CASES if case not in ("codec and adakv every=3", "cascade every=3")]
+ALONE = [case for case in CASES if case not in ("codec and adakv every=3", "cascade every=3", "hybrid")]
 
 
 @pytest.mark.parametrize("case", ALONE)

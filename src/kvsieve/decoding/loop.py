@@ -19,7 +19,7 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.drafts.drafter import RowDrafts
 from kvsieve.hf.drafts.opened import open_drafts
-from kvsieve.hf.forward.one_by_one import goes_one_by_one
+from kvsieve.hf.forward.one_by_one import keeps_alike
 from kvsieve.hf.forward.passes import open_rows
 from kvsieve.hf.forward.request import PLAIN, PassRequest
 from kvsieve.hf.forward.rows import joins
@@ -81,7 +81,7 @@ class Rows:
         """Choose the drafts of the next pass, and return its tokens; room: most tokens of it."""
         self.drafted = []
         most = min(room // len(self.answers) - 1, tokens_before_border(self.model, self.cache, room) - 1)
-        if self.drafts and len(self.answers) > 1 and goes_one_by_one(self.cache, self.model.plan):
+        if self.drafts and len(self.answers) > 1 and keeps_alike(self.cache, self.model.plan):
             # Rows could not keep different numbers of tokens.
             most = 0
         for answer, drafts in zip(self.answers, self.drafts, strict=bool(self.drafts)):
@@ -214,7 +214,7 @@ def _joins(rows: Rows) -> bool:
     if not joins(rows.cache) or (rows.reread is not None and rows.at_border):
         return False
     # Recurrent layers take one token of each row.
-    return not any(rows.drafted) or not (rows.cache.has_state or goes_one_by_one(rows.cache, rows.model.plan))
+    return not any(rows.drafted) or not keeps_alike(rows.cache, rows.model.plan)
 
 
 def feed(model: AttachedModel, part: Sequence[Rows]) -> Sequence[Fed]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -23,7 +24,7 @@ from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.compat import CACHE, decoder_of, layers_of, tensor_parallel_mesh, text_config
 from kvsieve.hf.decode.engine import Engine
 from kvsieve.hf.forward.compact import reordered
-from kvsieve.hf.forward.one_by_one import feed_one_by_one, goes_one_by_one
+from kvsieve.hf.forward.one_by_one import StatesTransaction, feed_one_by_one, states_of, weighs_layers
 from kvsieve.hf.forward.passes import cancel_session, open_session
 from kvsieve.hf.forward.request import PLAIN, ModelContext, PassRequest, PassResult, StopForward
 from kvsieve.hf.forward.session import Session
@@ -34,6 +35,9 @@ from kvsieve.hf.model.facts import Facts
 from kvsieve.hf.model.parallel import ranks_of
 from kvsieve.hf.model.weights import active_adapters, adapted_layer
 from kvsieve.planning.plans import Plan
+
+# Of a trial whose times are compared.
+_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -184,10 +188,10 @@ class AttachedModel(Unpicklable):
         ids = ids.to(device)
         before = cache.moment
         several = request.tentative or (request.phase == "decode" and ids.shape[1] > 1)
-        if several and goes_one_by_one(cache, request.plan or self.plan):
-            one = functools.partial(self._feed_one, cache, dataclasses.replace(request, tentative=False))
+        if several and self.feeds_one_by_one(cache, request.plan):
+            one = functools.partial(self._feed_plainly, cache, request)
             return feed_one_by_one(one, cache, ids, mask, logits, tentative=request.tentative)
-        self.check_tokens(cache, ids.shape[1], ids)
+        self.check_tokens(cache, ids.shape[1], ids, answer=several)
         size = cache.num_seen + ids.shape[1]
         seen = torch.ones(len(ids), size, dtype=torch.long, device=device) if mask is None else mask.long().to(device)
         call: dict[str, Any] = {
@@ -198,20 +202,49 @@ class AttachedModel(Unpicklable):
             "use_cache": True,
         }
         self.check_call(call)
+        states = states_of(cache) if request.tentative else {}
         session = open_session(self.context, self.plan, cache, call, request)
         call = reordered(call, session.order, cache.num_seen, list(call))
         out = self.run_pass(session, call, logits)
         hidden = None if logits or out is None else out[0]
         found = out.logits if logits and out is not None else None
-        transaction = (
-            PassTransaction(session, before) if isinstance(session, AnswerSession) and request.tentative else None
-        )
+        transaction = None
+        if request.tentative:
+            assert isinstance(session, AnswerSession)
+            transaction = PassTransaction(session, before)
+            if states:
+                again = functools.partial(self._feed_again, cache, request, ids, mask)
+                transaction = StatesTransaction(session, before, states, again)
         return PassResult(hidden, found, session.chosen, cache.turn.record.report, transaction)
 
-    def _feed_one(
+    def feeds_one_by_one(self, cache: SieveCache, plan: Plan | None = None) -> bool:
+        """Return True if tokens of an answer cannot pass the layers together. plan: of the pass; None for the model's.
+
+        This is the case for recurrent layers that compute several otherwise than one after another, or slowly, and for
+        evictors that weigh layers against each other.
+        """
+        return weighs_layers(plan or self.plan) or (cache.has_state and not self.continues_together)
+
+    def _feed_plainly(
         self, cache: SieveCache, request: PassRequest, ids: Tensor, mask: Tensor | None, logits: int
     ) -> PassResult:
-        return self.feed(cache, ids, mask, request, logits=logits)
+        """Feed tokens of a tentative pass that stay."""
+        return self.feed(cache, ids, mask, dataclasses.replace(request, phase="decode", tentative=False), logits=logits)
+
+    def _feed_again(
+        self, cache: SieveCache, request: PassRequest, ids: Tensor, mask: Tensor | None, counts: tuple[int, ...]
+    ) -> None:
+        """Feed the first tokens of each row of a pass that was taken back."""
+        most = max(counts)
+        ids = ids[:, :most]
+        mask = None if mask is None else mask[:, : cache.num_seen + most]
+        feed = functools.partial(self._feed_plainly, cache, request)
+        if min(counts) == most:
+            feed(ids, mask, 0)
+            return
+        transaction = feed_one_by_one(feed, cache, ids, mask, 0, tentative=True).transaction
+        assert transaction is not None
+        transaction.accept(counts)
 
     def run_pass(self, session: Session, call: dict[str, Any], logits: int) -> Any:
         """Call the model, or its decoder without logits; return None for a pass stopped on purpose."""
@@ -225,15 +258,16 @@ class AttachedModel(Unpicklable):
             if session.prepared:
                 cancel_session(session)
 
-    def check_tokens(self, cache: SieveCache, new: int, text: Tensor | None = None) -> None:
+    def check_tokens(self, cache: SieveCache, new: int, text: Tensor | None = None, *, answer: bool = False) -> None:
         """Raise KvsieveError for tokens that cannot follow those in a cache, or weights that were cast or moved.
 
         Args:
             cache: of the conversation.
             new: tokens of the pass, per row.
             text: their ids, int64 [B, L], if none may be a placeholder of an image; None to skip that check.
+            answer: they are several of an answer, where weights are not looked at, as for single ones.
         """
-        if new > 1 or cache.turn.reading:
+        if cache.turn.reading or (new > 1 and not answer):
             self.engine.look()
         self._check_continues(cache, new)
         if new > 1:
@@ -269,8 +303,7 @@ class AttachedModel(Unpicklable):
 
         Found by a trial: two tokens after two must equal all four at once, or depend on the states between them.
         """
-        ids = torch.arange(1, 5, device=self.model.device)[None] % self.config.vocab_size
-        request = PassRequest(plan=Plan())
+        ids, request = self._trial
         ends = []
         before = self.new_cache()
         self._probing = True
@@ -297,6 +330,41 @@ class AttachedModel(Unpicklable):
         if bool((parted - last).norm() <= 1e-3 * last.norm()):
             return True
         return all(any(not torch.equal(*pair) for pair in zip(ends[0], end, strict=True)) for end in ends[1:])
+
+    @functools.cached_property
+    def continues_together(self) -> bool:
+        """True if several tokens after others give what they give one after another, but for rounding, and not slowly.
+
+        Found by a trial: some recurrent layers compute several tokens in chunks of hundreds.
+        """
+        if not self.continues:
+            return False
+        ids, request = self._trial
+        before = self.new_cache()
+        outs: dict[int, Tensor] = {}
+        seconds: dict[int, list[float]] = {2: [], 1: []}
+        self._probing = True
+        try:
+            self.feed(before, ids[:, :2], None, request)
+            for size in (2, 1) * _ROUNDS:
+                cache = before.fork()
+                began = time.perf_counter()
+                parts = [self.feed(cache, part, None, request).hidden for part in ids[:, 2:].split(size, 1)]
+                outs[size] = torch.cat([part for part in parts if part is not None], 1).float()
+                # Waits for the device.
+                norm = float(outs[size].norm())
+                seconds[size].append(time.perf_counter() - began)
+        finally:
+            self._probing = False
+        # Recurrent layers may compute in float32.
+        eps = max(torch.finfo(self.model.dtype).eps, torch.finfo(torch.float32).eps)
+        alike = float((outs[2] - outs[1]).norm()) <= 64 * eps * norm
+        return alike and min(seconds[2]) <= min(seconds[1])
+
+    @property
+    def _trial(self) -> tuple[Tensor, PassRequest]:
+        """Four tokens, and how they are fed to find out how the model computes."""
+        return torch.arange(1, 5, device=self.model.device)[None] % self.config.vocab_size, PassRequest(plan=Plan())
 
     def _owner(self, adopted: bool = False) -> Owner:
         return Owner(weakref.ref(self.decoder), self.plan, adopted, self.adapters)

@@ -43,10 +43,15 @@ class StateLayer(LinearAttentionLayer, AnyLayer):
 
     def fork(self, share: bool = False) -> Self:
         other = super().fork(share)
-        for name, parts in self.states().items():
-            own = {at: part.clone() if isinstance(part, Tensor) else part for at, part in parts.items()}
-            setattr(other, name, own)
+        vars(other).update(self.copied_states())
         return other
+
+    def copied_states(self) -> dict[str, Any]:
+        """Return a copy of `states` that shares no memory with them."""
+        return {
+            name: {at: part.clone() if isinstance(part, Tensor) else part for at, part in parts.items()}
+            for name, parts in self.states().items()
+        }
 
     def take_rows(self, layers: Sequence[AnyLayer]) -> None:
         every = [layer.states() for layer in layers]

@@ -10,7 +10,6 @@ from kvsieve.hf.drafts.length import DraftLength
 from kvsieve.hf.drafts.lookup import LookupDrafter
 from kvsieve.hf.drafts.model import model_drafter
 from kvsieve.hf.drafts.views import checked_view, view_drafter
-from kvsieve.hf.forward.one_by_one import goes_one_by_one
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.drafts import Draft
 
@@ -19,6 +18,8 @@ from kvsieve.planning.drafts import Draft
 _TOGETHER = 0.09
 _ALONE = 0.2
 _ON_GPU = 0.03
+# The same for recurrent layers, with the further pass over the tokens that stay if some do not.
+_AGAIN = 0.25
 
 
 def open_drafts(
@@ -60,8 +61,10 @@ def check_draft(draft: Draft, model: AttachedModel) -> None:
 def pass_slope(model: AttachedModel, cache: SieveCache) -> float:
     """Return the time of each further token of a pass, in passes over one token."""
     plan = model.plan
-    if goes_one_by_one(cache, plan):
+    if model.feeds_one_by_one(cache):
         return 1.0
+    if cache.has_state:
+        return _AGAIN
     if model.model.device.type != "cpu":
         return _ON_GPU
     acts = plan.evict is not None and plan.evict.when.steps is not None

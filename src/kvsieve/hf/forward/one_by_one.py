@@ -1,8 +1,9 @@
-"""Several tokens of an answer in a pass each, if they cannot pass the layers together."""
+"""Several tokens of an answer in a pass each, if they cannot pass the layers together or cannot be taken back alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,26 +11,31 @@ from torch import Tensor
 from kvsieve.errors import UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.snapshot import Snapshot
+from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.forward.request import PassResult
 from kvsieve.hf.forward.tentative import Transaction
+from kvsieve.hf.forward.transaction import AnswerSession, PassTransaction
 from kvsieve.planning.plans import Plan
 
-# Runs a pass over ids [B, 1] with a mask of all columns, and returns logits of so many of its columns.
-FeedOne = Callable[[Tensor, Tensor | None, int], PassResult]
+# Runs a pass over ids [B, L] with a mask of all columns, and returns logits of so many of its columns.
+Feed = Callable[[Tensor, Tensor | None, int], PassResult]
+# By layer, what `StateLayer.copied_states` returns.
+States = dict[int, dict[str, Any]]
 
 
-def goes_one_by_one(cache: SieveCache, plan: Plan) -> bool:
-    """Return True if tokens of an answer cannot pass the layers together.
-
-    This is the case for layers with a recurrent state, and for evictors that drop entries of a layer after later ones
-    have attended.
-    """
+def weighs_layers(plan: Plan) -> bool:
+    """Return True if the evictor drops entries of a layer after later layers have attended to an answer's token."""
     evictor = plan.evict
-    return cache.has_state or (evictor is not None and evictor.traits.recuts and evictor.when.steps is not None)
+    return evictor is not None and evictor.traits.recuts and evictor.when.steps is not None
+
+
+def keeps_alike(cache: SieveCache, plan: Plan) -> bool:
+    """Return True if rows of a batch may be unable to keep different numbers of tokens of a pass."""
+    return cache.has_state or weighs_layers(plan)
 
 
 def feed_one_by_one(
-    feed: FeedOne, cache: SieveCache, ids: Tensor, mask: Tensor | None, logits: int, *, tentative: bool
+    feed: Feed, cache: SieveCache, ids: Tensor, mask: Tensor | None, logits: int, *, tentative: bool
 ) -> PassResult:
     """Run a pass over each token of ids [B, L]; arguments and result are those of one pass over all of them."""
     size = ids.shape[1]
@@ -55,6 +61,22 @@ def feed_one_by_one(
     )
 
 
+def _check_alike(transaction: Transaction, counts: tuple[int, ...]) -> None:
+    """Raise UnsupportedOptionError if rows differ and their entries cannot be taken back row by row."""
+    if min(counts) == max(counts):
+        return
+    cache = transaction.cache
+    evictor = cache.owner.plan.evict
+    memories = [layer.memory for layer in cache.all_layers if layer.memory is not None]
+    acts = evictor is not None and evictor.when.steps is not None
+    if acts or any(memory.droppable < transaction.size for memory in memories):
+        raise UnsupportedOptionError(
+            f"rows accept different numbers of tokens, {list(counts)}, and {cache.owner.plan.name} has "
+            "dropped or encoded entries meanwhile, on a model whose tokens go through the layers one by one: "
+            "accept as many in all rows, or use one cache per row"
+        )
+
+
 class StepsTransaction(Transaction):
     """Passes over one token each, with a snapshot of the cache between them."""
 
@@ -63,17 +85,7 @@ class StepsTransaction(Transaction):
         self._snapshots = snapshots
 
     def _check(self, counts: tuple[int, ...]) -> None:
-        if min(counts) == max(counts):
-            return
-        evictor = self.cache.owner.plan.evict
-        memories = [layer.memory for layer in self.cache.all_layers if layer.memory is not None]
-        acts = evictor is not None and evictor.when.steps is not None
-        if acts or any(memory.droppable < self.size for memory in memories):
-            raise UnsupportedOptionError(
-                f"rows accept different numbers of tokens, {list(counts)}, and {self.cache.owner.plan.name} has "
-                "dropped or encoded entries meanwhile, on a model whose tokens go through the layers one by one: "
-                "accept as many in all rows, or use one cache per row"
-            )
+        _check_alike(self, counts)
 
     def _take_back(self, counts: tuple[int, ...]) -> None:
         cache = self.cache
@@ -90,3 +102,41 @@ class StepsTransaction(Transaction):
                 layer.memory.drop_last(drops)
         device = next(part.device for layer in cache.all_layers for part in layer.all_tensors())
         cache.conversation.take_back(cache.num_seen - most, counts, device)
+
+
+class StatesTransaction(PassTransaction):
+    """A pass over all tokens at once that has moved recurrent states: if some are undone, the others are fed again."""
+
+    def __init__(
+        self, session: AnswerSession, before: int, states: States, again: Callable[[tuple[int, ...]], object]
+    ) -> None:
+        """Prepare to undo a pass.
+
+        Args:
+            session: of the pass.
+            before: as in Transaction.
+            states: before it; see `states_of`.
+            again: feeds the first tokens of each row.
+        """
+        super().__init__(session, before)
+        self._states = states
+        self._again = again
+
+    def _check(self, counts: tuple[int, ...]) -> None:
+        _check_alike(self, counts)
+
+    def _take_back(self, counts: tuple[int, ...]) -> None:
+        super()._take_back((0,) * len(counts))
+        for index, states in self._states.items():
+            layer = self.cache.all_layers[index]
+            assert isinstance(layer, StateLayer)
+            layer.set_states(states)
+        if max(counts):
+            self.cache.status = "ready"
+            self._again(counts)
+
+
+def states_of(cache: SieveCache) -> States:
+    """Copy the recurrent states of a cache, by layer."""
+    layers = enumerate(cache.all_layers)
+    return {index: layer.copied_states() for index, layer in layers if isinstance(layer, StateLayer)}

@@ -1,7 +1,7 @@
 """Passes over several tokens of an answer: each acts as if alone, and the last ones can be undone.
 
-Recurrent states have no entries to drop, and an evictor that weighs layers against each other acts on the first layer
-after the last one has attended: then the pass is split into one per token; see one_by_one.py.
+Recurrent states have no entries to drop: tokens that stay are fed again. An evictor that weighs layers against each
+other acts on the first layer after the last one has attended: the pass is split into one per token; see one_by_one.py.
 """
 
 from __future__ import annotations
