@@ -159,7 +159,7 @@ def test_what_is_recommended_was_measured_and_its_loss_held_back(evaluator, task
     assert chosen.documents == 2 and all(each.tpot_ratio for each in advice.candidates)
     data = json.loads(json.dumps(advice.to_dict(), default=str))
     assert data["recommended"]["plan"]["plan"].startswith("kvsieve.plan(") and data["env"]["kvsieve"]
-    assert data["recommended"]["drafts"]["prompts"] == 1
+    assert data["recommended"]["drafts"]["prompts"] == 2
     assert seen[-1][2] == "done" and seen[-1][0] == seen[-1][1]
 
 

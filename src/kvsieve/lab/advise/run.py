@@ -150,8 +150,8 @@ def advise(
     first = material.drawn(0, options.samples, length, options.seed, count)
     held_out = material.drawn(1, options.samples, length, options.seed, count)
     probes = material.probe_samples(options.samples, length, options.seed, count)
-    # One prompt of each task, or as many of a single one.
-    answered = held_out[:: options.samples][:PROMPTS] if options.cost_samples else []
+    # Prompts of all tasks, which follow one another.
+    answered = held_out[:: max(len(held_out) // PROMPTS, 1)][:PROMPTS] if options.cost_samples else []
     total = len(first) + len(probes) + len(held_out) + options.cost_samples * len(settings) + 2 * len(answered)
     steps = _Steps(progress, total)
 
