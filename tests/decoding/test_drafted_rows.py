@@ -204,10 +204,19 @@ def test_nothing_is_drafted_beyond_a_border_of_rotary_tables_or_the_limit():
         rows.drafts = [forced([*ids, *rows.answers[0].tokens], [7] * 40, len(ids))]
         widths = []
         while rows.going and not rows.at_border:
-            rows.propose(32)
+            rows.propose(32, 1)
             widths.append((rows.cache.num_seen, rows.next_ids().shape[1]))
             step(sieve, [rows])
         assert rows.at_border and all(seen + width <= 36 for seen, width in widths) and widths[0][1] == 5
         rows.answers[0].limit = len(rows.answers[0].tokens) + 1
-        rows.propose(32)
+        rows.propose(32, 1)
         assert rows.next_ids().shape[1] == 1
+
+
+def test_answers_that_share_passes_draft_less():
+    length = DraftLength(16, 0.09)
+    counts = []
+    for rows in (1, 4, 16):
+        length.rows = rows
+        counts.append(length.of_class(4, 16))
+    assert counts[0] > counts[1] > counts[2]

@@ -27,6 +27,7 @@ from kvsieve.hf.forward.tentative import Transaction
 from kvsieve.hf.forward.transaction import AnswerSession, PassTransaction
 from kvsieve.hf.prompt.reread import crosses, tokens_before_border
 from kvsieve.hf.runtime import AttachedModel
+from kvsieve.kernels.cpu.products import MOST_ROWS
 from kvsieve.planning.drafts import MOST, Draft
 
 # Logits [B, L, V] of a pass on the CPU, and what undoes its last tokens; None for passes over one token.
@@ -77,8 +78,13 @@ class Rows:
         for drafts in self.drafts:
             drafts.close()
 
-    def propose(self, room: int) -> int:
-        """Choose the drafts of the next pass, and return its tokens; room: most tokens of it."""
+    def propose(self, room: int, together: int) -> int:
+        """Choose the drafts of the next pass, and return its tokens.
+
+        Args:
+            room: most tokens of it.
+            together: answers in it, including those of other caches.
+        """
         self.drafted = []
         most = min(room // len(self.answers) - 1, tokens_before_border(self.model, self.cache, room) - 1)
         if self.drafts and len(self.answers) > 1 and keeps_alike(self.cache, self.model.plan):
@@ -86,6 +92,7 @@ class Rows:
             most = 0
         for answer, drafts in zip(self.answers, self.drafts, strict=bool(self.drafts)):
             left = 0 if answer.finish is not None else answer.limit - len(answer.tokens)
+            drafts.length.rows = together
             self.drafted.append(drafts.next(min(most, left - 1)))
         return len(self.answers) * (1 + max(map(len, self.drafted), default=0))
 
@@ -167,7 +174,7 @@ def step(model: AttachedModel, going: Sequence[Rows], failed: Callable[[Rows, Ex
         going: rows with answers that have not ended.
         failed: called with rows that a pass or a choice failed for; drops them.
     """
-    _propose(going)
+    _propose(model, going)
     alone = [rows for rows in going if not _joins(rows)]
     joint = [rows for rows in going if rows not in alone]
     parts = [joint, *([rows] for rows in alone)]
@@ -202,11 +209,15 @@ def step(model: AttachedModel, going: Sequence[Rows], failed: Callable[[Rows, Ex
     return counts
 
 
-def _propose(going: Sequence[Rows]) -> None:
+def _propose(model: AttachedModel, going: Sequence[Rows]) -> None:
     """Let rows draft; those that draft little leave their share of a pass to others."""
+    # Products read a weight once for as many tokens.
     left = MOST + 1
+    if model.model.device.type == "cpu":
+        left = MOST_ROWS.get(model.model.dtype, left)
+    together = sum(len(rows.answers) for rows in going)
     for number, rows in enumerate(going):
-        left -= rows.propose(left // (len(going) - number))
+        left -= rows.propose(left // (len(going) - number), together)
 
 
 def _joins(rows: Rows) -> bool:

@@ -26,6 +26,9 @@ class DraftLength:
         slope: time of each token of a pass after the first, in passes over one token.
         draft: time of drafting a token, in the same unit; 0 for a free drafter.
         adapt: False to draft `most` tokens always.
+
+    Attributes:
+        rows: answers that share the passes: with more of them a pass yields more tokens in the time of a draft.
     """
 
     def __init__(self, most: int, slope: float, draft: float = 0.0, *, adapt: bool = True) -> None:
@@ -33,6 +36,7 @@ class DraftLength:
         self.slope = slope
         self.draft = draft
         self.adapt = adapt
+        self.rows = 1
         self._accepts = list(_PRIORS)
         self._wait = 0
         self._pause = _PAUSE
@@ -77,12 +81,14 @@ class DraftLength:
         """Return the number of drafted tokens with the most tokens per time; 0 if none pays."""
         best = 0
         gain = _MARGIN
+        # In passes of an answer's own: its share of one that several rows make longer.
+        cost = (self.slope + self.draft) * self.rows / (1 + self.slope * (self.rows - 1))
         tokens = 1.0
         chance = 1.0
         for count in range(1, offered + 1):
             chance *= accept
             tokens += chance
-            rate = tokens / (1 + count * (self.slope + self.draft))
+            rate = tokens / (1 + count * cost)
             if rate > gain:
                 best = count
                 gain = rate
