@@ -202,15 +202,17 @@ def test_nothing_is_drafted_beyond_a_border_of_rotary_tables_or_the_limit():
         ids = prompt(3, 30)
         rows, _ = begun(sieve, ids, 0, Sampling(), limit=20)
         rows.drafts = [forced([*ids, *rows.answers[0].tokens], [7] * 40, len(ids))]
+        answer = rows.answers[0]
+        answer.limit = len(answer.tokens) + 2
+        rows.propose(32, 1)
+        assert rows.next_ids().shape[1] == 2
+        answer.limit = 20
         widths = []
         while rows.going and not rows.at_border:
             rows.propose(32, 1)
             widths.append((rows.cache.num_seen, rows.next_ids().shape[1]))
             step(sieve, [rows])
         assert rows.at_border and all(seen + width <= 36 for seen, width in widths) and widths[0][1] == 5
-        rows.answers[0].limit = len(rows.answers[0].tokens) + 1
-        rows.propose(32, 1)
-        assert rows.next_ids().shape[1] == 1
 
 
 def test_answers_that_share_passes_draft_less():
