@@ -68,7 +68,7 @@ def pass_slope(model: AttachedModel, cache: SieveCache) -> float:
     if model.model.device.type != "cpu":
         return _ON_GPU
     acts = plan.evict is not None and plan.evict.when.steps is not None
-    return _ALONE if plan.read is not None or acts else _TOGETHER
+    return _ALONE if acts else _TOGETHER
 
 
 def _drafter(draft: Draft, model: AttachedModel, cache: SieveCache, row: int) -> Drafter:

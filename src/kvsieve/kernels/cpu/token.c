@@ -149,6 +149,15 @@ INLINE void some_of_head(const Token *job, int64_t b, int64_t h, int first, int 
         else WHAT(job, b, h, __VA_ARGS__, (int)job->dim, 0);                                                          \
     } while (0)
 
+// Apart from each other, so that each becomes the code that it is alone.
+static __attribute__((noinline)) void alone(const Token *job, int64_t b, int64_t h) {
+    SIZED(one_head, (int)job->groups);
+}
+
+static __attribute__((noinline)) void together(const Token *job, int64_t b, int64_t h, int64_t first, int64_t some) {
+    SIZED(some_of_head, (int)first, (int)some);
+}
+
 void attend(const Token *job, int64_t threads) {
     int64_t queries = job->groups * job->fresh, parts = job->fresh > 1 ? (queries + ROWS - 1) / ROWS : 1;
     int64_t most = (queries + parts - 1) / parts, tasks = job->batch * job->heads * parts;
@@ -157,7 +166,7 @@ void attend(const Token *job, int64_t threads) {
     for (int64_t i = 0; i < tasks; i++) {
         int64_t b = i / parts / job->heads, h = i / parts % job->heads, first = i % parts * most;
         int64_t some = queries - first < most ? queries - first : most;
-        if (job->fresh > 1) SIZED(some_of_head, (int)first, (int)some);
-        else SIZED(one_head, (int)job->groups);
+        if (job->fresh > 1) together(job, b, h, first, some);
+        else alone(job, b, h);
     }
 }
