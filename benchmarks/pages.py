@@ -119,6 +119,7 @@ def pages(found: list[Evidence]) -> dict[Path, dict[str, str]]:
             "h100": gpu_table(),
         },
         ROOT / "docs" / "options.md": {"floor": floor_table()},
+        ROOT / "docs" / "speculation.md": {"drafts": drafts_tables()},
         ROOT / "docs" / "calibrate.md": {"profiles": profiles_table()},
         ROOT / "docs" / "evaluation.md": {"toys": summary(RESULTS)},
     }
