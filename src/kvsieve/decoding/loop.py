@@ -87,8 +87,8 @@ class Rows:
         """
         self.drafted = []
         most = min(room // len(self.answers) - 1, tokens_before_border(self.model, self.cache, room) - 1)
-        if self.drafts and len(self.answers) > 1 and keeps_alike(self.cache, self.model.plan):
-            # Rows could not keep different numbers of tokens.
+        if self.drafts and together > 1 and keeps_alike(self.cache, self.model.plan):
+            # Rows could not keep different numbers of tokens, or would each need a pass.
             most = 0
         for answer, drafts in zip(self.answers, self.drafts, strict=bool(self.drafts)):
             left = 0 if answer.finish is not None else answer.limit - len(answer.tokens)
@@ -175,7 +175,7 @@ def step(model: AttachedModel, going: Sequence[Rows], failed: Callable[[Rows, Ex
         failed: called with rows that a pass or a choice failed for; drops them.
     """
     _propose(model, going)
-    alone = [rows for rows in going if not _joins(rows)]
+    alone = [rows for rows in going if not joins(rows.cache) or (rows.reread is not None and rows.at_border)]
     joint = [rows for rows in going if rows not in alone]
     parts = [joint, *([rows] for rows in alone)]
     counts = StepCounts()
@@ -218,14 +218,6 @@ def _propose(model: AttachedModel, going: Sequence[Rows]) -> None:
     together = sum(len(rows.answers) for rows in going)
     for number, rows in enumerate(going):
         left -= rows.propose(left // (len(going) - number), together)
-
-
-def _joins(rows: Rows) -> bool:
-    """Return True if rows can share a pass with others."""
-    if not joins(rows.cache) or (rows.reread is not None and rows.at_border):
-        return False
-    # Recurrent layers take one token of each row.
-    return not any(rows.drafted) or not keeps_alike(rows.cache, rows.model.plan)
 
 
 def feed(model: AttachedModel, part: Sequence[Rows]) -> Sequence[Fed]:
