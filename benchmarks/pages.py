@@ -118,6 +118,7 @@ def pages(found: list[Evidence]) -> dict[Path, dict[str, str]]:
             "busy": busy_table(),
             "h100": gpu_table(),
         },
+        ROOT / "docs" / "speculation.md": {"drafts": drafts_tables()},
         ROOT / "docs" / "options.md": {"floor": floor_table()},
         ROOT / "docs" / "speculation.md": {"drafts": drafts_tables()},
         ROOT / "docs" / "calibrate.md": {"profiles": profiles_table()},
@@ -325,15 +326,13 @@ def busy_table() -> str:
 
 def drafts_tables() -> str:
     """Return what was measured of drafts, without the parts that were not."""
-    parts = drafts_table(), drafts_served_table(), drafts_identical()
+    tasks = (drafts_table(file) for file in sorted(RESULTS.glob("drafts_speed*.json")))
+    parts = *tasks, drafts_served_table(), drafts_identical()
     return "\n\n".join(part for part in parts if part)
 
 
-def drafts_table() -> str:
+def drafts_table(file: Path) -> str:
     """Tokens per second with drafts over those without, by task (benchmarks/speed/speculation.py)."""
-    file = RESULTS / "drafts_speed.json"
-    if not file.exists():
-        return ""
     report = json.loads(file.read_text())
     lengths = sorted({row["length"] for row in report["summary"]})
     by: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
@@ -352,10 +351,8 @@ def drafts_table() -> str:
     stamp = report["environments"][0]
     where = f"{stamp['processor']}, {stamp['cores']} cores, {stamp['threads']} threads"
     samples = max(row["samples"] for row in report["summary"])
-    said = (
-        f"Tokens per second over those without drafts, {_described(report['model'])} on {where}, medians of {samples}"
-    )
-    return f"{said} prompts:\n\n{markdown(head, lines)}"
+    said = f"Tokens per second over those without drafts, {_described(report['model'])} on {where}, medians of"
+    return f"{said} {samples} prompts (`python benchmarks/speed/speculation.py`):\n\n{markdown(head, lines)}"
 
 
 def _described(name: str) -> str:
@@ -376,7 +373,8 @@ def drafts_served_table() -> str:
         lines.append([name, f"{rate:.2f}" if key == "ratio" else f"{rate:.1f}", *cells])
     said = f"{report['clients']} clients of a server that edit one file of {report['length']:,} tokens, medians of"
     head = ["", "tokens per second", "median gap", "95th percentile of gaps"]
-    return f"{said} {len(report['rounds'])} rounds:\n\n{markdown(head, lines)}"
+    rounds = f"{len(report['rounds'])} rounds (`python benchmarks/speed/speculation_serve.py`)"
+    return f"{said} {rounds}:\n\n{markdown(head, lines)}"
 
 
 def drafts_identical() -> str:
@@ -390,8 +388,8 @@ def drafts_identical() -> str:
     families, plans = (len({row[name] for row in rows}) for name in ("family", "plan"))
     return (
         f"Greedy answers in float32 to {rows[0]['prompts']} prompts of {families} model families under {plans} plans: "
-        f"of {total['tokens']:,} tokens {total['accepted']:,} come from drafts ({total['drafted']:,} drafted), and "
-        f"{differing or 'no'} answers differ from those without drafts."
+        f"of {total['tokens']:,} tokens {total['accepted']:,} come from drafts ({total['drafted']:,} drafted). "
+        f"Answers that differ from those without drafts: {differing} (`python benchmarks/answers/identical_drafts.py`)."
     )
 
 

@@ -170,8 +170,10 @@ def main() -> None:
             key = f"{family}, {plan}, {arguments.draft}"
             if rows.get(key, {}).get("prompts") != arguments.prompts:
                 row = compared(model, plan, prompts, arguments.draft)
-                rows[key] = {"family": family, "plan": plan, "draft": arguments.draft, **row}
-                write_result(arguments.out, {"environment": environment(), "new_tokens": NEW_TOKENS, "rows": rows})
+                stamp = environment()
+                place = {"family": family, "plan": plan, "draft": arguments.draft, "at": stamp["commit"]}
+                rows[key] = {**place, **row}
+                write_result(arguments.out, {"environment": stamp, "new_tokens": NEW_TOKENS, "rows": rows})
             row = rows[key]
             reason = why_not(row)
             wrong += [key] if reason else []

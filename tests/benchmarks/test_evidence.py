@@ -26,6 +26,7 @@ WRITERS = {
     "codecs_*.json": "answers/codecs.py",
     "coverage.*": "answers/coverage.py",
     "cpu_kinds.json": "speed/cpu_kinds.py",
+    "drafts_*.json": "speed/speculation.py",
     "floor.json": "answers/floor.py",
     "gpu.json": "speed/gpu.py",
     "gpu_128k.json": "speed/gpu.py",

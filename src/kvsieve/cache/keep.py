@@ -57,7 +57,7 @@ def encode(
     return PackedStore.build(store, codec, ends_prompt=ends_prompt), view
 
 
-def quantize_evicted(
+def set_aside(
     store: LayerMemory,
     selection: Selection,
     rest: Codec,
@@ -70,5 +70,5 @@ def quantize_evicted(
     asked: as in `BlockPool.encode`.
     """
     packed = store if isinstance(store, PackedStore) else PackedStore(codec, store)
-    packed.quantize_evicted(selection, rest, reserve, asked)
+    packed.set_aside(selection, rest, reserve, asked)
     return packed

@@ -28,7 +28,7 @@ from kvsieve.hf.forward.sparse_read import count, count_all
 from kvsieve.types import AttentionQueries
 
 
-class CounterValues(Protocol):
+class Numbers(Protocol):
     """The numbers of a pass on the device: slots of entries, and lengths."""
 
     values: Tensor
@@ -152,7 +152,7 @@ class RecordedLayer(SieveLayer):
     def _remembered(self) -> list[Tensor]:
         return [part for metadata in self.metadata() for part in metadata.tensors()]
 
-    def attend(self, asked: AttentionQueries, key: Tensor, value: Tensor, numbers: CounterValues) -> Tensor:
+    def attend(self, asked: AttentionQueries, key: Tensor, value: Tensor, numbers: Numbers) -> Tensor:
         """Store a token's entry, and attend: queries [B, Hq, 1, D] -> [B, Hq, 1, Dv]."""
         self.store.put(key, value, numbers.values[self.slots])
         request: AttentionRequest[Any, None] = AttentionRequest(
