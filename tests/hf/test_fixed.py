@@ -324,7 +324,7 @@ def test_sliding_layers_and_several_tokens_at_once(stand_in):
     with kvsieve.attach(model, planned("full"), decode="graph") as sieve, torch.no_grad():
         cache = sieve.prefill(prompt())
         sieve.feed(cache, prompt(size=3), None, PassRequest(phase="decode"))
-    assert cache.turn.record.passes.reason == "a pass of several tokens"
+    assert cache.turn.record.passes.reason == "a first pass of 3 tokens is run eagerly"
 
 
 def test_a_decoder_that_counts_tokens_by_itself(stand_in):

@@ -76,6 +76,7 @@ def call_all(dtype: torch.dtype, groups: int, dim: int, value_dim: int) -> None:
     decode_attention(plain, keys, values, length=count, valid=valid)
     terms = AttentionQueries(query, 0.1, 50.0, torch.zeros(heads * groups, dtype=dtype))
     decode_attention(terms, keys, values, length=count, valid=valid)
+    decode_attention(terms.of(query.expand(-1, -1, 17, -1)), keys, values, length=count, valid=valid)
     bias = torch.zeros(1, heads, length, dtype=dtype)
     ragged_decode(plain, keys[0, :1], values[0, :1], bias)
     ragged_decode(plain.of(query.expand(-1, -1, 5, -1)), keys[0, :1], values[0, :1], bias, length - 3)
@@ -106,7 +107,9 @@ def call_all(dtype: torch.dtype, groups: int, dim: int, value_dim: int) -> None:
     update_pages(table[:, :1], KVRows(stored, stored, slots[:, :3], tail, 1, 5), 1)
     largest_channels(packed, 9, 0.1, 2)
     page_entries(torch.zeros(heads, groups, 4001), 16, 256, True, 64009, count)
-    exact_decode(rows, keys[:, :, :200], values[:, :, :200], length=count, valid=valid[..., :200])
+    exact_decode(
+        rows.of(packed[:, :, None]), keys[:, :, :200], values[:, :, :200], length=count, valid=valid[..., :200]
+    )
     encoded(heads, groups, dim, value_dim)
     grid = BlockGrid(1000, length, 128, 128)
     lists = torch.zeros(1, heads, grid.query_blocks, grid.key_blocks + 1, dtype=torch.int32)

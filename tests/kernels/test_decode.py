@@ -62,6 +62,24 @@ def test_dense_views_of_larger_buffers(dtype, groups, padding):
     close(ours, reference_attention(query, keys, values, scale=0.3, valid=valid))
 
 
+@pytest.mark.parametrize("dtype, groups, new", [(torch.float32, 3, 5), (torch.bfloat16, 7, 17), (torch.float16, 17, 4)])
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("length", [None, 60], ids=["", "on-the-device"])
+def test_several_tokens_see_the_entries_up_to_their_own(dtype, groups, new, padded, length):
+    """Capped, and beside sinks; the queries of many tokens are shared among programs."""
+    query, keys, values = tensors(dtype, groups)
+    query = query.repeat(1, 1, new, 1) * torch.linspace(0.5, 1.5, new)[:, None].to(dtype)
+    seen = 77 if length is None else length
+    keys[:, :, seen:] = values[:, :, seen:] = float("nan")
+    valid = torch.rand(2, 2, 77) > 0.4 if padded else None
+    count = None if length is None else torch.tensor(length)
+    terms = AttentionTerms(2.0, torch.linspace(-3, 3, 2 * groups).to(dtype))
+    ours = kernels.decode_attention(asking(query, 0.3, terms), keys, values, length=count, valid=valid)
+    shown = None if valid is None else valid[..., :seen]
+    wanted = reference_attention(query, keys[:, :, :seen], values[:, :, :seen], scale=0.3, valid=shown, terms=terms)
+    close(ours, wanted)
+
+
 @pytest.mark.parametrize(("length", "kind"), [(1, torch.int32), (33, torch.int32), (77, torch.int64)], ids=str)
 def test_a_length_on_the_device(length, kind):
     query, keys, values = tensors(torch.float32, 2)

@@ -49,7 +49,12 @@ def filled(pair: tuple[CodeFormat, CodeFormat], dtype=torch.float32, block: int 
 
 
 def compare(
-    store: PackedStore, groups: int, monkeypatch, terms: AttentionTerms | None = None, kernel: str = PLANES
+    store: PackedStore,
+    groups: int,
+    monkeypatch,
+    terms: AttentionTerms | None = None,
+    kernel: str = PLANES,
+    new: int = 1,
 ) -> None:
     launched = set()
 
@@ -62,7 +67,7 @@ def compare(
             return self.run[grid]
 
     dim = store.keys.shape[-1]
-    query = torch.randn(len(store.lengths), HEADS * groups, 1, dim).to(store.dtype)
+    query = torch.randn(len(store.lengths), HEADS * groups, new, dim).to(store.dtype)
     with monkeypatch.context() as patched:
         for name in KERNELS:
             patched.setattr(packed, name, Spy(name))
@@ -80,6 +85,14 @@ def test_every_format(keys, values, kernel, monkeypatch):
 
 def test_more_query_heads_than_a_tile_has_rows(monkeypatch):
     compare(filled(KIVI_4), 11, monkeypatch)
+
+
+@pytest.mark.parametrize(("groups", "new"), [(3, 5), (7, 9)], ids=["", "in two calls"])
+def test_several_tokens_see_the_exact_entries_up_to_their_own(groups, new, monkeypatch):
+    store = filled(KIVI_4)
+    store.append(*torch.randn(2, 1, HEADS, new, 24), torch.arange(50, 50 + new)[None])
+    sinks = torch.linspace(-3, 3, HEADS * groups)
+    compare(store, groups, monkeypatch, AttentionTerms(0.7, sinks), new=new)
 
 
 @pytest.mark.parametrize("terms", [None, AttentionTerms(0.7, torch.tensor([0.5, -9, 2, 0, 9, -4]))], ids=["", "terms"])

@@ -26,7 +26,7 @@ from kvsieve.core.blocks import BlockGrid
 from kvsieve.core.kv_rows import Choice, DeviceLength, KVRows
 from kvsieve.methods import Int8
 
-KINDS = ("token", "prompt", "flat", "encoded", "window", "mask", "blocks", "latents", "rows", "chosen")
+KINDS = ("token", "prompt", "recorded", "flat", "encoded", "window", "mask", "blocks", "latents", "rows", "chosen")
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
@@ -46,7 +46,7 @@ class Draw:
         self.batch, self.heads, self.groups = (self.dice.choice(sizes) for sizes in ((1, 2), (1, 2, 3), (1, 2, 4)))
         self.dim, self.wide = self.dice.choice(((16, 16), (32, 32), (8, 24)))
         self.length = self.dice.choice((1, 7, 65, 150, 260))
-        sizes = {"token": (1,), "flat": (1, 5), "encoded": (1, 5)}.get(self.kind, (1, 5, 64, 80))
+        sizes = {"token": (1,), "flat": (1, 5), "encoded": (1, 5), "recorded": (5, 17)}.get(self.kind, (1, 5, 64, 80))
         self.new = min(self.length, self.dice.choice(sizes))
 
     def random(self, *shape):
@@ -91,6 +91,14 @@ class Draw:
 
     def prompt(self):
         return DenseEntries(*self.entries(), self.valid(self.dice.choice((1, self.heads)))), None
+
+    def recorded(self):
+        """Several tokens of a recorded pass, which are no padding; behind their entries there is room."""
+        valid = self.valid(self.dice.choice((1, self.heads)))
+        if valid is not None:
+            valid[..., -self.new - 2 :] = True
+        keys, values = self.entries()
+        return DenseEntries(keys, values, valid, DeviceLength(torch.tensor(max(self.new, self.length - 2)))), None
 
     def flat(self):
         before = self.length + self.heads

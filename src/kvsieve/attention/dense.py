@@ -155,6 +155,32 @@ def _why_not_by_products(request: _Request) -> str | None:
     return why_not_learned(request) or (None if faster else "torch's kernel is faster here")
 
 
+def _why_not_triton_few(request: _Request) -> str | None:
+    if request.asked.query.shape[2] > kernels.FEW_TOKENS:
+        return f"more than {kernels.FEW_TOKENS} tokens"
+    return why_not_learned(request) or _why_not_triton(request)
+
+
+def _why_not_on_device(request: _Request) -> str | None:
+    """Refuse a length that the device alone knows."""
+    return None if request.stored.length is None else "the device alone knows the length"
+
+
+def _why_not_on_host(request: _Request) -> str | None:
+    return "the host knows the length" if request.stored.length is None else why_not_plain(request)
+
+
+def _of_length(request: _Request) -> Tensor:
+    """Attend to the entries up to each token's own, under a mask of all slots."""
+    stored = request.stored
+    assert stored.length is not None
+    query_heads, new = request.asked.query.shape[1:3]
+    mask = stored.length.shown(stored.keys.shape[2], new)[None, None]
+    if stored.valid is not None:
+        mask = mask & stored.valid[:, :, None].repeat_interleave(query_heads // stored.valid.shape[1], 1)
+    return _sdpa(request, mask)
+
+
 def _why_not_few(request: _Request) -> str | None:
     asked = request.asked
     stored = request.stored
@@ -272,7 +298,11 @@ def prompt_rows(attend: Callable[[_Request], Tensor]) -> tuple[Executor, ...]:
     """Return the executors for many tokens; attend: computes the rows of a padded batch."""
     split = each_of(_why_not_even, why_not_padded, why_not_learned)
     whole = each_of(why_not_plain, why_not_padded)
-    return (
+    first = (
+        Executor("Triton, few tokens", _why_not_triton_few, _triton),
+        Executor("torch, under a length", _why_not_on_host, _of_length),
+    )
+    others = (
         Executor("row by row", _why_not_rows, lambda request: _rows(request, attend)),
         Executor("C, few tokens", each_of(why_not_padded, why_not_learned, _why_not_few), _few),
         Executor("torch, in two parts beside sinks", each_of(split, _why_not_sinks), chunk_attention),
@@ -283,6 +313,7 @@ def prompt_rows(attend: Callable[[_Request], Tensor]) -> tuple[Executor, ...]:
         Executor("torch, aligned", each_of(whole, _why_not_aligned), _aligned),
         Executor("torch, masked", why_not_plain, _masked),
     )
+    return *first, *(row._replace(why_not=each_of(_why_not_on_device, row.why_not)) for row in others)
 
 
 def real_entries(part: Tensor, real: Tensor) -> Tensor:

@@ -40,6 +40,8 @@ def _why_not_triton(request: _Request) -> str | None:
         return reason
     if query.dtype != store.dtype:
         return f"queries are in {query.dtype}, entries in {store.dtype}"
+    if query.shape[2] > kernels.FEW_TOKENS:
+        return f"more than {kernels.FEW_TOKENS} tokens"
     apart = any(part.form.apart for body in _bodies(store) for part in (body.keys, body.values))
     return "some numbers are kept apart" if apart else None
 
@@ -47,8 +49,7 @@ def _why_not_triton(request: _Request) -> str | None:
 def _triton(request: _Request) -> Tensor:
     query = _rows(request)
     bodies = [_by_triton(query, body, request.asked) for body in _bodies(request.stored.store)]
-    exact = _exact_by_triton(request) if request.asked.query.shape[2] == 1 else _over_exact(query, request)
-    return _by_head(request, joined([exact, *bodies], _sinks(request)))
+    return _by_head(request, joined([_exact_by_triton(request), *bodies], _sinks(request)))
 
 
 def _why_not_c(request: _Request) -> str | None:
@@ -119,10 +120,12 @@ def _exact_by_triton(request: _Request) -> Sums:
     asked = request.asked
     exact = request.stored.store.exact
     length = request.stored.length
-    query = asked.query.reshape(len(asked.query) * request.stored.store.heads, -1, asked.query.shape[-1])
+    new = asked.query.shape[2]
+    query = asked.query.reshape(len(asked.query) * request.stored.store.heads, -1, new, asked.query.shape[-1])
     count = None if length is None else length.count
     alone = AttentionQueries(query, asked.scale, asked.softcap)
-    out, norm = kernels.exact_decode(alone, exact.keys, exact.values, length=count, valid=exact.valid)
+    found = kernels.exact_decode(alone, exact.keys, exact.values, length=count, valid=exact.valid)
+    out, norm = (part.flatten(1, 2) for part in found)
     return out.float()[:, None], norm[:, None], torch.ones_like(norm)[:, None]
 
 
@@ -165,7 +168,7 @@ def _over_exact(query: Tensor, request: _Request) -> Sums:
     values = store.exact.values.flatten(0, 1)
     logits = cap(query @ keys.float().transpose(1, 2), request.asked)
     if new > 1:
-        logits.unflatten(1, (-1, new)).masked_fill_(_hidden(store, new), float("-inf"))
+        logits.unflatten(1, (-1, new)).masked_fill_(_hidden(store, new, request.stored.length), float("-inf"))
     elif (real := _seen(store, request.stored.length)) is not None:
         logits.masked_fill_(~real[:, None], float("-inf"))
     top = logits.amax(-1, keepdim=True)
@@ -173,16 +176,19 @@ def _over_exact(query: Tensor, request: _Request) -> Sums:
     return (weights @ values.float())[:, None], top[..., 0][:, None], weights.sum(-1)[:, None]
 
 
-def _hidden(store: PackedStore, new: int) -> Tensor:
-    """Tell which exact entries each of the last `new` tokens does not see, bool [R or 1, 1, new, size]."""
+def _hidden(store: PackedStore, new: int, length: DeviceLength | None) -> Tensor:
+    """Return the exact entries that each of the last `new` tokens does not see, bool [R or 1, 1, new, size].
+
+    length: exact entries, if the device alone knows them; no new token is padding then.
+    """
     slots = torch.arange(store.exact.size, device=store.device)
     valid = store.exact.valid
     own = slots[-new:, None]
-    hidden = (slots > own)[None, None]
+    hidden = (slots > own if length is None else ~length.shown(store.exact.size, new))[None, None]
     if valid is None:
         return hidden
     real = valid.expand(-1, store.heads, -1).flatten(0, 1)[:, None, None]
-    return hidden | (~real & (slots != own))
+    return hidden | (~real & (slots != own)) if length is None else hidden | ~real
 
 
 def _turned(query: Tensor, part: BlockPool) -> tuple[Tensor, Tensor | None]:

@@ -83,7 +83,7 @@ def _part(stored: object, new: int) -> tuple[Tensor, Tensor, Tensor | None]:
         values = stored.values
         valid = stored.valid
         if stored.length is not None:
-            real = stored.length.real(keys.shape[2])[None, None, None]
+            real = stored.length.shown(keys.shape[2], new)[None, None]
             return keys, values, real if valid is None else real & valid[:, :, None]
     if valid is None:
         return keys, values, None

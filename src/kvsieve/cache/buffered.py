@@ -55,9 +55,8 @@ class BufferedMemory(LayerMemory):
     def capacity(self) -> int:
         return self.buffers()[0].shape[-2]
 
-    @property
-    def has_room(self) -> bool:
-        return self.shared <= self.size <= self.capacity - self.stride
+    def has_room(self, tokens: int) -> bool:
+        return self.shared <= self.size <= self.capacity - tokens * self.stride
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:

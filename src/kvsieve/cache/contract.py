@@ -247,10 +247,9 @@ class LayerMemory(ABC):
         """First unused slot of the buffers that `put` writes."""
         return self.size
 
-    @property
     @abstractmethod
-    def has_room(self) -> bool:
-        """True if these buffers have room for a token."""
+    def has_room(self, tokens: int) -> bool:
+        """Return True if these buffers have room for `tokens` further tokens."""
 
     @property
     @abstractmethod
@@ -271,14 +270,15 @@ class LayerMemory(ABC):
 
     @abstractmethod
     def put(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Write the entries of one token to prepared slots.
+        """Write the entries of new tokens to prepared slots.
 
-        Touches the buffers only and reads nothing back from the device; call `advance_host_length` afterwards.
+        Touches the buffers only and reads nothing back from the device; call `advance_host_length` for each token
+        afterwards.
 
         Args:
-            keys: [B, H, 1, D].
-            values: [B, H, 1, Dv].
-            slots: int64, one per slot that the token takes, prepared by `prepare_slots`.
+            keys: [B, H, L, D], L being 1 where a token takes several slots.
+            values: [B, H, L, Dv].
+            slots: int64, one per slot that the tokens take, prepared by `prepare_slots`.
         """
 
     def advance_host_length(self) -> None:

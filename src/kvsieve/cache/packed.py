@@ -150,9 +150,8 @@ class PackedStore(PackedParts):
     def next_slot(self) -> int:
         return self.exact.size
 
-    @property
-    def has_room(self) -> bool:
-        return self.exact.has_room
+    def has_room(self, tokens: int) -> bool:
+        return self.exact.has_room(tokens)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:

@@ -39,14 +39,19 @@ class DeviceLength:
 
     def __init__(self, count: Tensor) -> None:
         self.count = count
-        self._real: dict[int, Tensor] = {}
+        self._real: dict[tuple[int, int], Tensor] = {}
         self._occupancy: dict[tuple[int, int], PageOccupancy] = {}
 
     def real(self, size: int) -> Tensor:
         """Return a mask of the entries that exist: bool [size], True below the length."""
-        if size not in self._real:
-            self._real[size] = torch.arange(size, device=self.count.device) < self.count
-        return self._real[size]
+        return self.shown(size, 1)[0]
+
+    def shown(self, size: int, new: int) -> Tensor:
+        """Return a mask of the entries that each of the last `new` tokens sees: bool [new, size]."""
+        if (size, new) not in self._real:
+            slots = torch.arange(size, device=self.count.device)
+            self._real[size, new] = slots < self.count - torch.arange(new - 1, -1, -1, device=slots.device)[:, None]
+        return self._real[size, new]
 
     def occupancy(self, page: int, pages: int) -> PageOccupancy:
         if (page, pages) not in self._occupancy:

@@ -15,6 +15,8 @@ from typing import Any
 
 from kvsieve.lazy import Tensor, torch
 
+# Most new tokens whose attention is split along the entries, as that of a single one is.
+FEW_TOKENS = 32
 # Most pages of a KV row that the single program of `page_entries` can process.
 MOST_PAGES = 16384
 

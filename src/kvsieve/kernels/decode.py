@@ -20,6 +20,8 @@ from kvsieve.kernels.split import merge_kernel, split_kernel
 # Entries a program reads at a time: 64 keys and values of 128 bfloat16 channels are 32 KiB, of which two or three
 # stages are in flight; two such programs keep a multiprocessor's share of 4.8 TB/s (about 36 KiB per us) covered.
 _BYTES = 32 << 10
+# Queries of a tile, unless a single token has more.
+_ROWS = 64
 # Parts of a KV row that are merged at a time.
 _MERGED = 32
 
@@ -35,7 +37,9 @@ class Entries:
         body: as in `core.kv_rows.KVRows`; None if no slots are listed.
         tail: as in `core.kv_rows.KVRows`; None for 0.
         stride: slots from one entry to the next.
-        apart: entries that each query of a KV row sees more than the one before it; the last sees all.
+        apart: entries that each query row of a KV row sees more than the one before it; the last sees all.
+        fresh: tokens whose queries are side by side in a query row, those of a head one after another; each sees the
+            entries up to its own, the last ones.
     """
 
     count: Tensor | int
@@ -45,6 +49,7 @@ class Entries:
     tail: Tensor | None = None
     stride: int = 1
     apart: int = 0
+    fresh: int = 1
 
 
 def decode_attention(
@@ -55,24 +60,52 @@ def decode_attention(
     length: Tensor | int | None = None,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """Attention over the first `length` of N stored entries; the last of them is visible, padding or not.
+    """Causal attention of the last L of the first `length` of N stored entries; each sees itself, padding or not.
 
     Args:
-        asked: queries [B, Hq, 1, D].
+        asked: queries [B, Hq, L, D].
         keys: [B, H, N, D], possibly a view of a larger buffer.
         values: [B, H, N, Dv], possibly a view of a larger buffer.
         length: entries, an int or one integer on the device; None for N.
         valid: bool [B, H or 1, N], False for padding; None if there is none.
 
     Returns:
-        [B, Hq, 1, Dv].
+        [B, Hq, L, Dv].
     """
-    query, (batch, heads, capacity, _) = asked.query, keys.shape
-    length = capacity if length is None else length
-    mask = None if valid is None else valid.expand(-1, heads, -1)
-    grouped = query.reshape(batch * heads, query.shape[1] // heads, -1)
-    out, _ = attend(asked, grouped, keys, values, Entries(length, capacity), mask=mask)
-    return out.view(batch, query.shape[1], 1, -1)
+    batch, heads, capacity, dim = keys.shape
+    query_heads, new = asked.query.shape[1:3]
+    entries = Entries(capacity if length is None else length, capacity)
+    grouped = asked.query.reshape(batch * heads, query_heads // heads, new, dim)
+    out, _ = causal(asked, grouped, keys, values, entries, valid)
+    return out.view(batch, query_heads, new, -1)
+
+
+def causal(
+    asked: Queries, query: Tensor, keys: Tensor, values: Tensor, entries: Entries, valid: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the attention of the last L entries' queries [B * H, G, L, D], and the logits' log-sum-exp; see `attend`.
+
+    A program takes the queries of as many tokens as a tile has rows for.
+
+    valid: bool [B, H or 1, N], False for padding, which sees itself; None if there is none.
+
+    Returns:
+        Output [B * H, G, L, Dv] and log-sum-exp float32 [B * H, G, L].
+    """
+    mask = None if valid is None else valid.expand(-1, keys.shape[1], -1)
+    rows, groups, new, dim = query.shape
+    copies = cdiv(groups * new, _ROWS)
+    fresh = cdiv(new, copies)
+    copies = cdiv(new, fresh)
+    more = copies * fresh - new
+    if more:
+        # In front, where the outputs of tokens that are none are left out.
+        query = torch.nn.functional.pad(query, (0, 0, more, 0))
+    tiles = query.unflatten(2, (copies, fresh)).transpose(1, 2).reshape(rows * copies, groups * fresh, dim)
+    entries = dataclasses.replace(entries, fresh=fresh, apart=fresh)
+    out, norm = attend(asked, tiles, keys, values, entries, mask=mask)
+    out = out.view(rows, copies, groups, fresh, -1).transpose(1, 2).flatten(2, 3)[:, :, more:]
+    return out, norm.view(rows, copies, groups, fresh).transpose(1, 2).flatten(2, 3)[:, :, more:]
 
 
 def ragged_decode(asked: Queries, keys: Tensor, values: Tensor, bias: Tensor, used: int | None = None) -> Tensor:
@@ -133,7 +166,7 @@ def attend(
     X is a multiple of B * H; query rows that share a KV row follow each other.
 
     Args:
-        asked: queries; X * G sinks, or a divisor of that, repeated.
+        asked: queries; X * G sinks, or a divisor of that, repeated; with `apart`, those of all heads for one token.
         query: those of `asked`, [X, G, D].
         keys: [B, H, N, D].
         values: [B, H, N, Dv].
@@ -159,6 +192,9 @@ def attend(
     out = query.new_empty(query_rows, groups, value_dim)
     norm = query.new_empty(query_rows, groups, dtype=torch.float32)
     sinks = None if asked.sinks is None else asked.sinks.contiguous()
+    if sinks is not None and entries.apart:
+        copies = query_rows // (keys.shape[0] * keys.shape[1])
+        sinks = sinks.view(keys.shape[1], 1, -1, 1).expand(-1, copies, -1, entries.fresh).flatten()
     sink_rows = 1 if sinks is None else sinks.numel() // groups
     split = _Split(per, block, out, norm, asked.softcap, sinks if parts == 1 else None)
     if parts > 1:
@@ -253,11 +289,12 @@ def _launch(
         MASK=0 if mask is None else 1 if mask.dtype == torch.uint8 else 2,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
+        FRESH=entries.fresh,
         PADDED_GROUPS=padded(groups),
         PADDED_DIM=padded(dim),
         PADDED_VALUE_DIM=padded(value_dim),
         BLOCK=split.block,
         PRECISION=precision(query.dtype),
-        num_warps=4,
+        num_warps=4 if groups <= 32 else 8,
         num_stages=3,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsieve.kernels.decode import Entries, attend
+from kvsieve.kernels.decode import Entries, causal
 from kvsieve.kernels.inputs import PackedBlocks, Queries
 from kvsieve.kernels.launch import PER_SM, cdiv, fitting, multiprocessors, on, padded, power_of_two, precision
 from kvsieve.kernels.packed_any import packed_kernel
@@ -24,6 +24,8 @@ STAGES = 2
 _VALUE_COLUMNS = 32
 # Planes of keys or values that it supports; with more, small products would dominate.
 _PLANES = 16
+# Queries of a KV row that a program takes.
+_QUERIES = 32
 # Parts of a KV row that are merged at a time.
 _MERGED = 32
 
@@ -31,21 +33,20 @@ _MERGED = 32
 def exact_decode(
     asked: Queries, keys: Tensor, values: Tensor, *, length: Tensor | None = None, valid: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the entries that are not encoded; the last of them is visible, padding or not.
+    """Attention over the entries that are not encoded, the new tokens' among them; each sees itself, padding or not.
 
     Args:
-        asked: queries [B * H, G, D], without sinks.
+        asked: queries [B * H, G, L, D], without sinks.
         keys: [B, H, N, D], possibly a view of a larger buffer.
         values: [B, H, N, Dv], possibly a view of a larger buffer.
         length: entries, one integer on the device; None for N.
         valid: bool [B, H or 1, N], False for padding; None if there is none.
 
     Returns:
-        Output [B * H, G, Dv] and log-sum-exp float32 [B * H, G].
+        Output [B * H, G, L, Dv] and log-sum-exp float32 [B * H, G, L].
     """
-    mask = None if valid is None else valid.expand(-1, keys.shape[1], -1)
     entries = Entries(keys.shape[2] if length is None else length, keys.shape[2])
-    return attend(asked, asked.query, keys, values, entries, mask=mask)
+    return causal(asked, asked.query, keys, values, entries, valid)
 
 
 def packed_decode(
@@ -71,6 +72,12 @@ def packed_decode(
     Returns:
         Output float32 [R, G, Dv], rotated as the values are, and log-sum-exp float32 [R, G].
     """
+    if query.shape[1] > _QUERIES:
+        bases = [None] * -(-query.shape[1] // _QUERIES) if base is None else base.split(_QUERIES, 1)
+        pairs = zip(query.split(_QUERIES, 1), bases, strict=True)
+        found = [packed_decode(*pair, table, fills, keys, values, softcap) for pair in pairs]
+        outs, norms = zip(*found, strict=True)
+        return torch.cat(outs, 1), torch.cat(norms, 1)
     planes = _planes("KEY", keys) and _planes("VALUE", values)
     launch = _launch_planes if planes else _launch
     rows, groups, per_row = *query.shape[:2], table.shape[1]
@@ -78,7 +85,7 @@ def packed_decode(
     parts = cdiv(per_row, per)
     of_parts = query.new_empty(rows, parts, groups, values.dim)
     of_norms = query.new_empty(rows, parts, groups)
-    inputs = query, base if base is None else base.contiguous(), table.contiguous(), fills.contiguous()
+    inputs = query.contiguous(), base if base is None else base.contiguous(), table.contiguous(), fills.contiguous()
     with on(query):
         launch(inputs, keys, values, softcap, per, (of_parts, of_norms))
     return (of_parts[:, 0], of_norms[:, 0]) if parts == 1 else _merged(of_parts, of_norms)

@@ -54,6 +54,7 @@ def split_kernel(
     MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
+    FRESH: tl.constexpr,
     PADDED_GROUPS: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     PADDED_VALUE_DIM: tl.constexpr,
@@ -99,8 +100,9 @@ def split_kernel(
         # In units of log 2.
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * 1.4426950408889634)
         logits = capped(logits, softcap * 1.4426950408889634) if SOFTCAP else logits
+        ends = number - FRESH + group % FRESH
         logits = _masked(
-            logits, mask, row * mask_row, mask_head, head, group, slot, real, index == number - 1, MASKS, GROUPS, MASK
+            logits, mask, row * mask_row, mask_head, head, group, slot, real, index, ends, MASKS, GROUPS, MASK, FRESH
         )
         higher = tl.maximum(greatest, tl.max(logits, 1))
         # A part without visible entries has no greatest logit.
@@ -162,15 +164,23 @@ def _masked(
     group,
     slot,
     real,
-    newest,
+    index,
+    ends,
     MASKS: tl.constexpr,
     GROUPS: tl.constexpr,
     MASK: tl.constexpr,
+    FRESH: tl.constexpr,
 ):
-    """Return logits in units of log 2 with the KV row's mask or bias; -inf for hidden entries."""
+    """Return logits in units of log 2 with the KV row's mask or bias; -inf for hidden entries.
+
+    ends: each query's own entry, which a mask does not hide; later ones are those of later tokens.
+    """
+    shown = real[None, :]
+    if FRESH > 1:
+        shown = shown & (index[None, :] <= ends[:, None])
     if MASK == 1:
-        own = tl.load(mask + mask_at + head * mask_head + slot, mask=real, other=0)
-        real = real & ((own != 0) | newest)
+        stored = tl.load(mask + mask_at + head * mask_head + slot, mask=real, other=0)
+        shown = shown & ((stored != 0)[None, :] | (index[None, :] == ends[:, None]))
     if MASK == 2:
         # Query heads that share an entry share its bias.
         shared = head * MASKS + group // (GROUPS // MASKS)
@@ -180,7 +190,7 @@ def _masked(
             other=0.0,
         )
         logits += bias.to(tl.float32) * 1.4426950408889634
-    return tl.where(real[None, :], logits, float("-inf"))
+    return tl.where(shown, logits, float("-inf"))
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Decoding with fixed shapes: a pass is recorded once, as a CUDA graph, and run again for every token.
+"""Decoding with fixed shapes: a pass is recorded once, as a CUDA graph, and run again for every token, or few of them.
 
 While a plan is attached the decoder's `forward` is replaced on the instance. It runs passes with fixed shapes if
 possible (recorded_pass.py) and all others as transformers does, and the turn's record says why. The decoder's hooks,
@@ -25,11 +25,12 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.compat import CACHE, CACHE_NAMES
 from kvsieve.hf.decode.engines import check_engine
 from kvsieve.hf.decode.fused_decoder import FusedDecoder, by_default
-from kvsieve.hf.decode.recorded_pass import RecordedPass, check_plan
+from kvsieve.hf.decode.recorded_pass import RecordedPass, check_plan, check_several
 from kvsieve.hf.decode.recorders import RECORDERS, Refused, Run
 from kvsieve.hf.forward import passes as forward
 from kvsieve.hf.forward.rows import RowsSession
 from kvsieve.hf.forward.session import Session
+from kvsieve.hf.forward.transaction import AnswerSession
 from kvsieve.hf.model.weights import check_forms, forms_of
 
 # Tokens that room is made for at a time; an answer that is longer is recorded again.
@@ -37,6 +38,8 @@ _ROOM = 4096
 # Recordings per turn that need no more passes than this each.
 _PATIENCE = 3
 _LEAST = 8
+# Most numbers of tokens for which a cache has a recording.
+_SHAPES = 6
 _INPUTS = ("input_ids", "inputs_embeds", "position_ids", "cache_position")
 
 _log = logging.getLogger(__name__)
@@ -64,7 +67,11 @@ class Engine:
         self.asked = asked
         self.decoder = decoder
         self.refusal: str | None = None
-        self._known: weakref.WeakKeyDictionary[SieveCache, tuple[RecordedPass, Run]] = weakref.WeakKeyDictionary()
+        # By the number of tokens.
+        self._known: weakref.WeakKeyDictionary[SieveCache, dict[int, tuple[RecordedPass, Run]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._sizes: weakref.WeakKeyDictionary[SieveCache, set[int]] = weakref.WeakKeyDictionary()
         self._output: type[ModelOutput] | str = "the first pass of the decoder is run eagerly"
         self._own = decoder.__dict__.get("forward")
         self._forward = decoder.forward
@@ -110,6 +117,7 @@ class Engine:
     def remove(self) -> None:
         """Restore the decoder, and free recordings."""
         self._known.clear()
+        self._sizes.clear()
         if self._fused is not None:
             self._fused.remove()
         if "forward" in self.decoder.__dict__:
@@ -149,18 +157,21 @@ class Engine:
         self._check(session, kwargs)
         inputs, options = self._arguments(session, kwargs)
         cache = session.cache
-        recording, run = self._known.get(cache, (None, None))
+        size = session.tokens.size
+        recordings = self._known.setdefault(cache, {})
+        recording, run = recordings.get(size, (None, None))
         if recording is None or not _alike(recording, inputs, options) or not recording.fits(cache):
             # Its buffers may be the ones that are about to grow.
-            self._known.pop(cache, None)
+            recordings.pop(size, None)
             recording = run = None
+            self._check_size(cache, size)
             recording, run = self._made(session, inputs, options)
         assert run is not None
         for name, tensor in inputs.items():
             recording.inputs[name].copy_(tensor)
         with self._may_fail(cache), recording.activate():
             hidden = run().clone()
-        recording.finish(cache)
+        recording.finish(cache, session.counts if isinstance(session, AnswerSession) else [session.reads])
         return self._output(last_hidden_state=hidden, **{CACHE: cache})  # type: ignore[operator]
 
     @contextlib.contextmanager
@@ -182,10 +193,6 @@ class Engine:
         """Raise Refused for a pass that fixed shapes do not support."""
         cache = session.cache
         config = getattr(self.decoder, "config", None)
-        if session.tokens.size > 1:
-            raise Refused("a pass of several tokens")
-        if session.request.tentative:
-            raise Refused("a pass that may be taken back")
         if session.tokens.valid is not None:
             raise Refused("the new token is padding in some row")
         if len(cache.sieve_layers) < len(cache.layers):
@@ -196,6 +203,8 @@ class Engine:
             raise Refused("rows change places between tokens (beams)")
         if session.request.plan is not None:
             raise Refused("a pass of the plan's own")
+        if isinstance(session, AnswerSession):
+            check_several(session)
         check_plan(session)
         if torch.is_grad_enabled() or torch.is_autocast_enabled(session.tokens.token_index.device.type):
             raise Refused("gradients or autocast are on; use torch.no_grad() and a model in its own dtype")
@@ -205,6 +214,15 @@ class Engine:
                 raise Refused(f"{name} is asked for")
         if isinstance(self._output, str):
             raise Refused(self._output)
+
+    def _check_size(self, cache: SieveCache, size: int) -> None:
+        """Raise Refused for a number of tokens that is not worth a recording."""
+        sizes = self._sizes.setdefault(cache, set())
+        if size > 1 and size not in sizes:
+            sizes.add(size)
+            raise Refused(f"a first pass of {size} tokens is run eagerly")
+        if len(self._known[cache]) == _SHAPES:
+            raise Refused(f"passes of {_SHAPES} other numbers of tokens are recorded")
 
     @staticmethod
     def _arguments(session: Session, kwargs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -226,9 +244,10 @@ class Engine:
         cache = session.cache
         passes = session.cache.turn.record.passes
         began = time.perf_counter()
-        if passes.captures >= _PATIENCE and passes.fixed < _LEAST * passes.captures:
+        recordings = self._known[cache]
+        if passes.captures - len(recordings) >= _PATIENCE and passes.fixed < _LEAST * passes.captures:
             raise Refused(f"the buffers change too often: {passes.captures} recordings served {passes.fixed} tokens")
-        _make_room(session)
+        _make_room(session, first=not recordings)
         static = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in inputs.items()}
         recording = RecordedPass(session, self._forward, static, options)
         reason = recording.prepare(cache)
@@ -240,7 +259,10 @@ class Engine:
         for part, before in accumulators:
             part.copy_(before)
         recording.start_over(cache)
-        self._known[cache] = recording, run
+        for size in [size for size, (other, _) in recordings.items() if not other.fits(cache)]:
+            del recordings[size]
+        # A failure has forgotten all of them.
+        self._known.setdefault(cache, recordings)[session.tokens.size] = recording, run
         passes.captures += 1
         passes.capture_s += time.perf_counter() - began
         return recording, run
@@ -262,8 +284,11 @@ def _alike(made: RecordedPass, inputs: dict[str, Tensor], options: dict[str, Any
     )
 
 
-def _make_room(session: Session) -> None:
-    """Reserve room for the expected tokens. Evictors that act while decoding keep small buffers."""
+def _make_room(session: Session, *, first: bool) -> None:
+    """Reserve room for the expected tokens. Evictors that act while decoding keep small buffers.
+
+    first: no other recording uses the buffers.
+    """
     cache = session.cache
     evictor = session.plan.evict
     acts = evictor is not None and evictor.when.steps is not None
@@ -271,6 +296,7 @@ def _make_room(session: Session) -> None:
     for layer in cache.sieve_layers.values():
         store = layer.store
         some = max(MIN_ROOM, store.size // store.stride // 8)
-        tokens = min(expected, some if acts else _ROOM) if expected > 0 else some
-        if not acts or not store.has_room:
-            store.make_room(tokens)
+        # Drafts behind the last expected token are stored, too.
+        tokens = min(expected + MIN_ROOM, some if acts else _ROOM) if expected > 0 else some
+        if (first and not acts) or not store.has_room(session.tokens.size):
+            store.make_room(max(tokens, session.tokens.size))

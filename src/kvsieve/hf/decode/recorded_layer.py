@@ -1,4 +1,4 @@
-"""One layer of a recorded pass: slots of its new entry, its reads, and a check that it is unchanged."""
+"""One layer of a recorded pass: slots of its new entries, its reads, and a check that it is unchanged."""
 
 from __future__ import annotations
 
@@ -60,13 +60,16 @@ class DeviceCounters:
 class RecordedLayer(SieveLayer):
     """One layer in a recorded pass. reading: as in `read_token`; None for dense attention.
 
-    slots, lengths: places in the pass's numbers of the new entry's slots, and of the lengths of each group of KV rows,
+    slots, lengths: places in the pass's numbers of the new entries' slots, and of the lengths of each group of KV rows,
     or of the store. All tensors are those of the store when the pass was recorded. encoded: reads of partly encoded
-    entries.
+    entries. new: tokens of the pass.
     """
 
-    def __init__(self, layer: SieveLayer, index: int, reading: Reading | None, counters: DeviceCounters) -> None:
+    def __init__(
+        self, layer: SieveLayer, index: int, reading: Reading | None, counters: DeviceCounters, new: int
+    ) -> None:
         super().__init__()
+        self.new = new
         self.store = layer.store
         self.view = layer.view
         self.index = index
@@ -76,6 +79,8 @@ class RecordedLayer(SieveLayer):
         # Asked once, not at every token.
         self.foreseen = foresee(self.tensors[0])
         self.executor: str | None = None
+        # Token index of the first slot when the unused ones were prepared.
+        self._prepared: int | None = None
         self.remembered = self._remembered()
         self.places = self.count(layer, counters)
         self.slots, *self.lengths = self.places
@@ -83,21 +88,21 @@ class RecordedLayer(SieveLayer):
     def count(self, layer: SieveLayer, counters: DeviceCounters) -> tuple[slice, ...]:
         """Return the places of numbers for the layer's current slots and lengths."""
         store = layer.store
-        stride = layer.store.stride
+        step = layer.store.stride * self.new
         # Layers do not encode at the same time.
         owner = None if self.encoded is None else self.index
-        slots = counters.run(store.next_slot, stride, stride, owner)
+        slots = counters.run(store.next_slot, step, step, owner)
         if self.reading is not None:
             grouped = self.reading.grouped
             sizes = [grouped.entries(store, group) for group in grouped.groups]
         else:
             sizes = [] if store.is_ragged else [store.next_slot]
-        return slots, *(counters.run(size + 1, 1, 1, owner) for size in sizes)
+        return slots, *(counters.run(size + self.new, 1, self.new, owner) for size in sizes)
 
     def fits(self, layer: SieveLayer, reading: Reading | None) -> bool:
-        """Return True if the layer still has the same buffers, with room for an entry, and the same reading."""
+        """Return True if the layer still has the same buffers, with room for the entries, and the same reading."""
         store = layer.store
-        if not _same(self.tensors, store.tensors) or layer.view is not self.view or not store.has_room:
+        if not _same(self.tensors, store.tensors) or layer.view is not self.view or not store.has_room(self.new):
             return False
         if self.encoded is not None and not self.encoded.fits(store):
             return False
@@ -114,8 +119,12 @@ class RecordedLayer(SieveLayer):
     def follow(self, store: LayerMemory, token_index: int) -> None:
         """Continue with the store's current entries, in the same buffers; token_index: of the next token in its row."""
         self.store = store
-        store.prepare_slots(token_index)
-        if self.encoded is not None:
+        start = token_index - store.next_slot // store.stride
+        # Slots of tokens that were taken back stay prepared, but for marks of padding.
+        if start != self._prepared or self.tensors[3] is not None:
+            store.prepare_slots(token_index)
+            self._prepared = start
+        if self.encoded is not None and not self.encoded.is_current(store):
             self.encoded.update(store)
 
     def knows(self, store: LayerMemory) -> bool:
@@ -153,7 +162,7 @@ class RecordedLayer(SieveLayer):
         return [part for metadata in self.metadata() for part in metadata.tensors()]
 
     def attend(self, asked: AttentionQueries, key: Tensor, value: Tensor, numbers: Numbers) -> Tensor:
-        """Store a token's entry, and attend: queries [B, Hq, 1, D] -> [B, Hq, 1, Dv]."""
+        """Store the tokens' entries, and attend: queries [B, Hq, L, D] -> [B, Hq, L, Dv]."""
         self.store.put(key, value, numbers.values[self.slots])
         request: AttentionRequest[Any, None] = AttentionRequest(
             asked, self._stored([numbers.length(at) for at in self.lengths])
@@ -176,7 +185,7 @@ class RecordedLayer(SieveLayer):
         return FlatEntries(keys, values, valid, self.foreseen)
 
     def advance_host_lengths(self, layer: SieveLayer, reads: Reads) -> None:
-        """Count a pass's effects on `layer`, and its reads."""
+        """Count the effects of a token of the pass on `layer`, and its reads."""
         layer.store.advance_host_length()
         if self.executor is not None and self.index not in reads.executors:
             reads.executors[self.index] = self.executor

@@ -7,7 +7,7 @@ it can be recorded once and replayed for every token.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from kvsieve.attention import Reading
 from kvsieve.core.kv_rows import DeviceLength
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.counts import Reads
 from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.compat import CACHE, Cache
 from kvsieve.hf.decode.recorded_layer import DeviceCounters, RecordedLayer
@@ -24,6 +25,7 @@ from kvsieve.hf.decode.recorders import Refused
 from kvsieve.hf.forward import passes as forward
 from kvsieve.hf.forward.session import Session
 from kvsieve.hf.forward.sparse_read import reading_of
+from kvsieve.hf.forward.transaction import AnswerSession
 from kvsieve.types import AttentionQueries
 
 
@@ -67,7 +69,7 @@ class RecordedPass(Session):
             layer.store.prepare_slots(session.cache.num_seen)
         counters = DeviceCounters(session.tokens.token_index.device)
         self.layers = [
-            RecordedLayer(layer, index, self.reading(session.cache, index), counters)
+            RecordedLayer(layer, index, self.reading(session.cache, index), counters, session.tokens.size)
             for index, layer in session.cache.sieve_layers.items()
         ]
         self._counters = counters
@@ -115,7 +117,7 @@ class RecordedPass(Session):
         pairs = list(zip(self.layers, cache.sieve_layers.items(), strict=True))
         if not all(recorded.fits(layer, self.reading(cache, index)) for recorded, (index, layer) in pairs):
             return False
-        where = self.passes + self._seen, *(slot + self.passes * step for slot, step in self._slots)
+        where = self.passes * self.tokens.size + self._seen, *(slot + self.passes * step for slot, step in self._slots)
         now = cache.num_seen, *(layer.store.next_slot for _, (_, layer) in pairs)
         if where == now and all(recorded.is_current(layer.store) for recorded, (_, layer) in pairs):
             return True
@@ -133,20 +135,24 @@ class RecordedPass(Session):
         self._seen = cache.num_seen
         self.values.copy_(torch.tensor(self._counters.starts))
         layers = list(cache.sieve_layers.values())
-        self._slots = [(layer.store.next_slot, layer.store.stride) for layer in layers]
+        self._slots = [(layer.store.next_slot, layer.store.stride * self.tokens.size) for layer in layers]
         for recorded, layer in zip(self.layers, layers, strict=True):
             recorded.follow(layer.store, self._seen)
 
-    def finish(self, cache: SieveCache) -> None:
-        """Do the host's part after a run: count, and encode entries that are no longer among the newest."""
+    def finish(self, cache: SieveCache, counts: Sequence[Reads]) -> None:
+        """Do the host's part after a run: count, and encode entries that are no longer among the newest.
+
+        counts: reads of each token.
+        """
         self.passes += 1
         for recorded, layer in zip(self.layers, cache.sieve_layers.values(), strict=True):
-            recorded.advance_host_lengths(layer, cache.turn.record.reads)
+            for reads in counts:
+                recorded.advance_host_lengths(layer, reads)
             if self.plan.codec is not None:
                 layer.encode(self.plan.codec, ends_prompt=False)
 
     def run(self) -> Tensor:
-        """Return hidden states [B, 1, C] of the tokens in `inputs`, whose entries get stored; the numbers advance."""
+        """Return hidden states [B, L, C] of the tokens in `inputs`, whose entries get stored; the numbers advance."""
         self._lengths = {}
         out = self.forward(**self.inputs, **self._given)
         self.values.add_(self._steps)
@@ -156,6 +162,19 @@ class RecordedPass(Session):
     def activate(self) -> contextlib.AbstractContextManager[None]:
         """Make this the pass in progress for the decoder's attention."""
         return forward.activate(self)
+
+
+def check_several(session: AnswerSession) -> None:
+    """Raise Refused for a pass over several tokens, or one that may be undone, of which layers do more than append."""
+    layers = session.cache.sieve_layers
+    if session.order is not None:
+        raise Refused("tokens of a pass stand apart in their rows")
+    if session.plan.read is not None or any(layer.view is not None for layer in layers.values()):
+        raise Refused("each of several tokens chooses what it reads")
+    if any(layer.store.is_ragged for layer in layers.values()):
+        raise Refused("several tokens, and heads that keep different numbers of entries")
+    if not all(session.parts.only_append(index, layer) for index, layer in layers.items()):
+        raise Refused("entries are dropped or encoded within a pass of several tokens")
 
 
 def check_plan(session: Session) -> None:
