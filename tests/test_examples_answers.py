@@ -19,7 +19,7 @@ from kvsieve.planning import budget
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # What these show of the methods a document of half the length shows as well.
-OF_HALF_THE_DOCUMENT = {"saved_cache", "sparse_reading"}
+OF_HALF_THE_DOCUMENT = {"padded_batch", "saved_cache", "sparse_reading"}
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::kvsieve.errors.KvsieveWarning")]
 
 

@@ -133,7 +133,7 @@ def after(model, plan, ids=IDS, mask=None, chunk=None):
         cache = sieve.prefill(ids, mask, chunk=chunk)
         given = {} if mask is None else {"attention_mask": torch.cat([mask, mask[:, -1:]], 1)}
         out = model(input_ids=ids[:, -1:], **{CACHE: cache}, use_cache=True, **given).logits[:, -1]
-    return out, [layer.store.aside.keys.root for layer in cache.sieve_layers.values() if layer.store.aside]
+    return out, [layer.store.evicted.keys.root for layer in cache.sieve_layers.values() if layer.store.evicted]
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def planted(model):
 
 
 @pytest.mark.parametrize("method, given", [("snapkv", {"paper": True}), ("knorm", {})])
-def test_what_is_set_aside_is_divided_for_the_last_queries(planted, method, given):
+def test_evicted_entries_are_divided_for_the_last_queries(planted, method, given):
     """However the prompt was read: at once, in chunks, padded beside a longer one, or once for several plans."""
     plan = kvsieve.plan(method, budget=40, rest="2bit", **given)
     _, roots = after(planted, plan)
@@ -164,7 +164,7 @@ def test_what_is_set_aside_is_divided_for_the_last_queries(planted, method, give
     again.append([root.view(2, -1, dim)[1] for root in after(planted, plan, ids, mask)[1]])
     shared = read_shared(planted, None, IDS, window=plan.window, evictors=[plan.evict], options=ReadOptions(50))
     layers = shared.reduced(plan.evict, None, plan.rest).sieve_layers.values()
-    again.append([layer.store.aside.keys.root for layer in layers])
+    again.append([layer.store.evicted.keys.root for layer in layers])
     for found in again:
         for one, other in zip(found, roots, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=0)
@@ -175,7 +175,7 @@ def test_keys_may_have_bits_of_their_own(model):
     with kvsieve.attach(model, plan) as sieve, torch.no_grad():
         layers = sieve.prefill(IDS).sieve_layers.values()
     for layer in layers:
-        aside = layer.store.aside
+        aside = layer.store.evicted
         dim = aside.keys.dim
         packed = [part.codes.packed.shape[2] for part in (aside.keys, aside.values)]
         assert packed == [dim * 3 // 8, dim * 2 // 8] and aside.keys.form.balanced and not aside.values.form.balanced

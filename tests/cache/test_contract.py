@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from codecs_of_tests import Whole
-from kvsieve.cache import DenseStore, LatentStore, PackedStore, RaggedStore, group_rows, keep, set_aside
+from kvsieve.cache import DenseStore, LatentStore, PackedStore, RaggedStore, group_rows, keep, quantize_evicted
 from kvsieve.core.page_recipe import page_table, value_mean
 from kvsieve.core.selection import pack_ragged
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
@@ -418,7 +418,7 @@ def test_tokens_that_the_plan_acted_on_are_not_taken_back(kind):
 
 @pytest.mark.parametrize("counts", [[4, 4], [1, 3]], ids=["alike", "uneven"])
 @pytest.mark.parametrize("other", ["latent", "rest", "window"])
-def test_latents_entries_set_aside_and_windows_take_back_tokens(other, counts):
+def test_latents_evicted_entries_and_windows_take_back_tokens(other, counts):
     def append(store, columns, valid=None):
         number = torch.arange(columns.start, columns.stop)[None, None, :, None]
         keys = (number + torch.arange(DIM)).float().expand(BATCH, 1 if other == "latent" else HEADS, -1, -1)
@@ -428,7 +428,7 @@ def test_latents_entries_set_aside_and_windows_take_back_tokens(other, counts):
     append(store, range(40))
     if other == "rest":
         few = torch.arange(5, 40, 3).expand(BATCH, HEADS, -1)
-        store = set_aside(store, Selection(few), CODECS["kivi"], CODECS["packed"])
+        store = quantize_evicted(store, Selection(few), CODECS["kivi"], CODECS["packed"])
     elif other == "window":
         store.drop_first(9)
     assert store.droppable == (40 if other == "latent" else 0)

@@ -260,7 +260,7 @@ def test_positions_beyond_the_context_warn(llama):
 def test_evaluations_give_what_each_plan_gives_alone(llama):
     context = " ".join(WORDS[3 + (7 * i) % 110] for i in range(70))
     turns = tuple(
-        QuestionAnswer(text, ("w1",), lambda answer, expected: {"score": 0.0}, 6) for text in ("w3 w4", "w9 w8 w7")
+        QuestionAnswer(text, ("w1",), lambda answer, expected: {"score": 0.0}, 3) for text in ("w3 w4", "w9 w8 w7")
     )
     plans = [
         kvsieve.plan("full"),
@@ -282,6 +282,6 @@ def test_evaluations_give_what_each_plan_gives_alone(llama):
                 cache = sieve.prefill(prompt, torch.ones_like(prompt))
                 assert outcome.record.kept == dict(enumerate(cache.entries()))
                 if question == "visible":
-                    result = sieve.generate(prompt, torch.ones_like(prompt), max_new_tokens=6, do_sample=False)
+                    result = sieve.generate(prompt, torch.ones_like(prompt), max_new_tokens=3, do_sample=False)
                     new = result.sequences[0, prompt.shape[1] :].tolist()
                     assert evaluator.prompter.answer(new)[0] == outcome.answers[0]

@@ -64,7 +64,7 @@ def pretend(capability: int, half: int | None, **facts: object) -> None:
 
 
 def call_all(dtype: torch.dtype, groups: int, dim: int, value_dim: int) -> None:
-    """A call of every function, with and without what is optional."""
+    """A call of every function, without what is optional and with all of it."""
     heads, length = 2, 1 << 16
     count = torch.tensor(length - 3)
     query = torch.zeros(1, heads * groups, 1, dim, dtype=dtype)
@@ -73,7 +73,6 @@ def call_all(dtype: torch.dtype, groups: int, dim: int, value_dim: int) -> None:
     valid = torch.ones(1, 1, length, dtype=torch.bool)
     plain = AttentionQueries(query, 0.1)
     decode_attention(plain, keys, values)
-    decode_attention(plain, keys, values, length=count, valid=valid)
     terms = AttentionQueries(query, 0.1, 50.0, torch.zeros(heads * groups, dtype=dtype))
     decode_attention(terms, keys, values, length=count, valid=valid)
     decode_attention(terms.of(query.expand(-1, -1, 17, -1)), keys, values, length=count, valid=valid)
@@ -91,7 +90,6 @@ def call_all(dtype: torch.dtype, groups: int, dim: int, value_dim: int) -> None:
     kv_row_attention(rows, KVRows(*flat, slots, tail, heads, length, DeviceLength(count)))
     window = torch.zeros(1, heads * groups, 40, dim, dtype=dtype)[:, :, 8:]
     window_mass(plain.of(window), keys)
-    window_mass(plain.of(window), keys, valid)
     window_mass(terms.of(window), keys, valid)
     for pooling in ("avg", "max"):
         pooled(torch.zeros(1, heads * groups, length), heads, 7, pooling)

@@ -19,6 +19,7 @@ from tiny import greedy, tiny_model, tiny_prompt
 from tiny_models import build
 
 GREEDY = greedy(suppress_tokens=[0], max_new_tokens=8)
+FEW = {**GREEDY, "max_new_tokens": 3}
 SNAPKV = m.SnapKV(budget=24, window=8, kernel=3)
 REST = m.Rotated(bits=2, block=16, tail=4)
 KIVI = m.KIVI(bits=2, block=8, group=8, tail=4)
@@ -96,8 +97,8 @@ def test_a_prompt_that_ended_is_no_beginning_of_another(family, name):
         assert (found is None) is (name == "codec")
         if found is not None:
             assert found.tokens == (57 if cut else 48)
-            answer = sieve.generate(longer, cache=found.cache, chunk=8, **GREEDY)
-            assert torch.equal(answer.sequences, sieve.generate(longer, chunk=8, **GREEDY).sequences)
+            answer = sieve.generate(longer, cache=found.cache, chunk=8, **FEW)
+            assert torch.equal(answer.sequences, sieve.generate(longer, chunk=8, **FEW).sequences)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +121,8 @@ def test_where_chunks_end(model, name, plan):
             wanted = {"snapkv": 60, "codec": None, "keydiff": None}.get(name, by_chunks)
             assert (None if found is None else found.tokens) == wanted
             if found is not None:
-                answer = sieve.generate(ids, cache=found.cache, chunk=chunk, **GREEDY)
-                assert torch.equal(answer.sequences, sieve.generate(ids, chunk=chunk, **GREEDY).sequences)
+                answer = sieve.generate(ids, cache=found.cache, chunk=chunk, **FEW)
+                assert torch.equal(answer.sequences, sieve.generate(ids, chunk=chunk, **FEW).sequences)
 
 
 @pytest.mark.parametrize("name", NEXT_TURNS)
@@ -131,8 +132,8 @@ def test_stored_prompts_end_chunks_where_others_do(model, name, monkeypatch):
     prompts = [tokens(6, 100), torch.cat([tokens(6, 100)[:, :90], tokens(7, 20)], 1), tokens(6, 100)]
     with kvsieve.attach(model, NEXT_TURNS[name][0]) as sieve, PrefixStore() as store:
         for ids in prompts:
-            answer = StoredPrefixes(store).generate(sieve, ids, chunk=16, **GREEDY)
-            assert torch.equal(answer.sequences, sieve.generate(ids, chunk=16, **GREEDY).sequences)
+            answer = StoredPrefixes(store).generate(sieve, ids, chunk=16, **FEW)
+            assert torch.equal(answer.sequences, sieve.generate(ids, chunk=16, **FEW).sequences)
         assert store.stats().hits == (0 if name == "codec" else 2)
 
 
@@ -153,8 +154,8 @@ def test_rotary_tables_of_another_length(name):
     with kvsieve.attach(model, NEXT_TURNS[name][0]) as sieve, PrefixStore() as store:
         for count in (40, 150, 50):
             ids = tokens(18, count)
-            answer = StoredPrefixes(store).generate(sieve, ids, chunk=16, **GREEDY)
-            assert torch.equal(answer.sequences, sieve.generate(ids, chunk=16, **GREEDY).sequences)
+            answer = StoredPrefixes(store).generate(sieve, ids, chunk=16, **FEW)
+            assert torch.equal(answer.sequences, sieve.generate(ids, chunk=16, **FEW).sequences)
         assert store.stats().added == 0 and store.stats().refused > 0
 
 

@@ -2,7 +2,7 @@
 
 from kvsieve.cache.contract import LayerMemory, View
 from kvsieve.cache.fixed import FixedEntries
-from kvsieve.cache.keep import encode, keep, set_aside
+from kvsieve.cache.keep import encode, keep, quantize_evicted
 from kvsieve.cache.latent import LatentStore
 from kvsieve.cache.packed import PackedStore
 from kvsieve.cache.ragged import RaggedStore
@@ -21,5 +21,5 @@ __all__ = [
     "encode",
     "group_rows",
     "keep",
-    "set_aside",
+    "quantize_evicted",
 ]

@@ -57,7 +57,7 @@ def encode(
     return PackedStore.build(store, codec, ends_prompt=ends_prompt), view
 
 
-def set_aside(
+def quantize_evicted(
     store: LayerMemory,
     selection: Selection,
     rest: Codec,
@@ -70,5 +70,5 @@ def set_aside(
     asked: as in `BlockPool.encode`.
     """
     packed = store if isinstance(store, PackedStore) else PackedStore(codec, store)
-    packed.set_aside(selection, rest, reserve, asked)
+    packed.quantize_evicted(selection, rest, reserve, asked)
     return packed

@@ -14,7 +14,7 @@ from kvsieve.cache.contract import LayerMemory, View
 from kvsieve.cache.encoded_rows import EncodedRows
 from kvsieve.cache.packed_parts import PackedParts
 from kvsieve.cache.quantize import quantize_tail
-from kvsieve.cache.reduce import reduce, selected, set_aside
+from kvsieve.cache.reduce import quantize_evicted, reduce, selected
 from kvsieve.cache.store import DenseStore
 from kvsieve.cache.tensors import storage_bytes
 from kvsieve.core.kv_rows import SlotRows
@@ -78,14 +78,16 @@ class PackedStore(PackedParts):
         reduce(self, selected(self, selection), reserve)
         self._count_changed()
 
-    def set_aside(self, selection: Selection, codec: Codec, reserve: int = 0, asked: Tensor | None = None) -> None:
+    def quantize_evicted(
+        self, selection: Selection, codec: Codec, reserve: int = 0, asked: Tensor | None = None
+    ) -> None:
         """Encode the slots that are not selected by `codec`, the same in all calls; earlier ones stay.
 
         asked: as in `BlockPool.encode`.
         """
-        if self.aside is None:
+        if self.evicted is None:
             self.bodies.insert(0, self.new_body(codec))
-        set_aside(self, selection, reserve, asked)
+        quantize_evicted(self, selection, reserve, asked)
         self._count_changed()
 
     def _count_changed(self) -> None:

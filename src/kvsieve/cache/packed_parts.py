@@ -28,7 +28,7 @@ class PackedParts(LayerMemory):
         exact: the exact entries; the first `first` slots are of the first ones.
         first: slots of first entries that stay exact.
         due: exact slots up to which no KV head has enough entries for a block; 0 if unknown.
-        bodies: encoded entries: those of `set_aside`, if any, then those of the codec, if there is one.
+        bodies: encoded entries: those of `quantize_evicted`, if any, then those of the codec, if there is one.
     """
 
     def __init__(self, codec: Codec | None, store: LayerMemory) -> None:
@@ -108,14 +108,14 @@ class PackedParts(LayerMemory):
         return self._together(own, filled)
 
     @property
-    def aside(self) -> Body | None:
-        """Evicted entries kept by `set_aside`, if any."""
+    def evicted(self) -> Body | None:
+        """Evicted entries kept by `quantize_evicted`, if any."""
         return self.bodies[0] if len(self.bodies) > (self.codec is not None) else None
 
     @property
     def is_sorted(self) -> bool:
         """True if slots are in token order, not in the order of parts."""
-        return self.aside is not None and self.aside.width > 0
+        return self.evicted is not None and self.evicted.width > 0
 
     def order(self) -> Tensor:
         """Place of each slot's entry, int64 [B, H, size], for slots in token order."""

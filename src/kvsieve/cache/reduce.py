@@ -50,7 +50,7 @@ def reduce(store: PackedParts, stays: Tensor, reserve: int) -> None:
     narrow(store, torch.cat([stays[:, :, : store.first], stays[:, :, end:]], 2), store.room(reserve))
 
 
-def set_aside(store: PackedParts, selection: Selection, reserve: int, asked: Tensor | None = None) -> None:
+def quantize_evicted(store: PackedParts, selection: Selection, reserve: int, asked: Tensor | None = None) -> None:
     """Encode unselected slots instead of dropping them; earlier ones stay encoded.
 
     asked: as in `BlockPool.encode`.

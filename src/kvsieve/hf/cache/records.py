@@ -234,7 +234,7 @@ class Conversation:
         kept = torch.arange(most) < torch.tensor(counts)[:, None]
         self.mask = torch.cat([mask[:, :start], mask[:, start : start + most] & kept.to(mask.device)], 1)
 
-    def went_on(self, layer: int, end: int, columns: Tensor, count: int) -> None:
+    def record_propagated(self, layer: int, end: int, columns: Tensor, count: int) -> None:
         """Record tokens of the turn that continued after a layer; see PropagatedTokens. count: of the longest row."""
         self.propagated += (PropagatedTokens(layer, self.turn.start, end, columns),)
         self.turn.record.propagated = count

@@ -28,7 +28,7 @@ from kvsieve.hf.forward.sparse_read import count, count_all
 from kvsieve.types import AttentionQueries
 
 
-class Numbers(Protocol):
+class CounterValues(Protocol):
     """The numbers of a pass on the device: slots of entries, and lengths."""
 
     values: Tensor
@@ -161,7 +161,7 @@ class RecordedLayer(SieveLayer):
     def _remembered(self) -> list[Tensor]:
         return [part for metadata in self.metadata() for part in metadata.tensors()]
 
-    def attend(self, asked: AttentionQueries, key: Tensor, value: Tensor, numbers: Numbers) -> Tensor:
+    def attend(self, asked: AttentionQueries, key: Tensor, value: Tensor, numbers: CounterValues) -> Tensor:
         """Store the tokens' entries, and attend: queries [B, Hq, L, D] -> [B, Hq, L, Dv]."""
         self.store.put(key, value, numbers.values[self.slots])
         request: AttentionRequest[Any, None] = AttentionRequest(

@@ -38,6 +38,11 @@ class DraftedConversation:
         self.fed = list(fed)
         self._passes = (PlainDraftPasses if rewrites(cache) else DraftPasses)(model, cache)
 
+    @property
+    def is_complete(self) -> bool:
+        """True unless a pass failed."""
+        return self.cache.status == "ready" and self.cache.num_seen == len(self.fed)
+
     def follow(self, tokens: Sequence[int]) -> Tensor:
         """Make `tokens` the content of the cache, and return the logits [V] after them."""
         same = min(shared_length(self.fed, tokens), len(tokens) - 1)
@@ -108,9 +113,10 @@ class ModelDrafter(Drafter):
         return self._translation.back(drafted[:-1] if ended else drafted, ended=ended)[:most]
 
     def close(self) -> None:
-        if self._conversation is not None:
-            _LAST[self._draft] = self._conversation.cache, self._conversation.fed
+        conversation = self._conversation
         self._conversation = None
+        if conversation is not None and conversation.is_complete:
+            _LAST[self._draft] = conversation.cache, conversation.fed
 
 
 def _begun(draft: AttachedModel, tokens: Sequence[int]) -> DraftedConversation:

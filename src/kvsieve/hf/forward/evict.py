@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from kvsieve.cache import LayerMemory, keep, set_aside
+from kvsieve.cache import LayerMemory, keep, quantize_evicted
 from kvsieve.core.queries import second_moments
 from kvsieve.core.selection import pack_ragged
 from kvsieve.errors import PlanError
@@ -66,7 +66,7 @@ def evict(plan: Plan, ctx: LayerContext, cache: SieveCache, due: tuple[bool, ...
                 # Equally many tokens follow before it acts next: the buffers are kept.
                 room = max(room, min(layer.store.size - selection.indices.shape[-1], turn.new_tokens))
             if plan.rest is not None:
-                layer.store = set_aside(layer.store, selection, plan.rest, plan.codec, room, _asked(ctx, index))
+                layer.store = quantize_evicted(layer.store, selection, plan.rest, plan.codec, room, _asked(ctx, index))
             else:
                 # Entries of a prompt should take no more memory than the budget.
                 layer.store = keep(layer.store, selection, room, reuse=not step.ends_prompt)

@@ -209,7 +209,7 @@ class Session(PassState):
             hidden = gather(hidden, rows)
             self.moved = True
             self.tokens = self.tokens.narrow(selection)
-            self.cache.conversation.went_on(index, self.end, self.tokens.columns(), max(self.tokens.counts))
+            self.cache.conversation.record_propagated(index, self.end, self.tokens.columns(), max(self.tokens.counts))
         return hidden
 
     def enter(self, index: int, given: dict[str, Any], names: Collection[str]) -> dict[str, Any]:

@@ -120,10 +120,10 @@ def reading_of(
     reader: Reader | None, cache: SieveCache, layer: SieveLayer, index: int, num_layers: int, coming: int = 0
 ) -> Reading | None:
     """Return the reading of the stored entries and `coming` more tokens; None for dense attention."""
-    known = _known(reader, cache, layer, index, num_layers)
-    if known is None:
+    groups = _cached_groups(reader, cache, layer, index, num_layers)
+    if groups is None:
         return None
-    grouped = known.grouped
+    grouped = groups.grouped
     sizes = [grouped.entries(layer.store, group) + coming for group in grouped.groups]
     whole = tuple(
         reader is None or group.setting is None or reader.reads_all(group.setting, size)
@@ -132,9 +132,9 @@ def reading_of(
     # Without a view, KV rows are all stored entries.
     if layer.view is None and all(whole):
         return None
-    if known.reading is None or known.reading.whole != whole:
-        known.reading = Reading(reader, grouped, whole)
-    return known.reading
+    if groups.reading is None or groups.reading.whole != whole:
+        groups.reading = Reading(reader, grouped, whole)
+    return groups.reading
 
 
 def count_all(store: LayerMemory, reads: Reads, later: int = 0) -> None:
@@ -143,7 +143,9 @@ def count_all(store: LayerMemory, reads: Reads, later: int = 0) -> None:
     reads.read(slots * (1 if store.is_ragged else store.heads), store.entry_size(later))
 
 
-def _known(reader: Reader | None, cache: SieveCache, layer: SieveLayer, index: int, num_layers: int) -> _Known | None:
+def _cached_groups(
+    reader: Reader | None, cache: SieveCache, layer: SieveLayer, index: int, num_layers: int
+) -> _CachedGroups | None:
     """Return the layer's KV rows, grouped when this turn's answer began; None without reader and view."""
     store = layer.store
     if reader is None and layer.view is None:
@@ -155,7 +157,7 @@ def _known(reader: Reader | None, cache: SieveCache, layer: SieveLayer, index: i
     # Drafts may be read by another reader than the plan's; each keeps its pages.
     name = "kv_rows" if reader is own or reader == own else "drafts_rows"
     before = store.derived.get(name)
-    if isinstance(before, _Known) and before.key == key and before.view is layer.view:
+    if isinstance(before, _CachedGroups) and before.key == key and before.view is layer.view:
         return before
     settings: list[Any] = [None] * len(lengths)
     if reader is not None:
@@ -164,11 +166,11 @@ def _known(reader: Reader | None, cache: SieveCache, layer: SieveLayer, index: i
         settings = [reader.setting(fact) for fact in facts]
     if layer.view is None and all(setting is None for setting in settings):
         return None
-    known = store.derived[name] = _Known(key, layer.view, group_rows(store, layer.view, settings))
-    return known
+    groups = store.derived[name] = _CachedGroups(key, layer.view, group_rows(store, layer.view, settings))
+    return groups
 
 
-class _Known:
+class _CachedGroups:
     """Grouped KV rows, their grouping key, and their last reading."""
 
     def __init__(self, key: tuple[object, ...], view: object, grouped: RowGroups) -> None:
