@@ -24,7 +24,7 @@ from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.compat import CACHE, decoder_of, layers_of, tensor_parallel_mesh, text_config
 from kvsieve.hf.decode.engine import Engine
 from kvsieve.hf.forward.compact import reordered
-from kvsieve.hf.forward.one_by_one import StatesTransaction, feed_one_by_one, states_of, weighs_layers
+from kvsieve.hf.forward.one_by_one import StatesTransaction, feed_one_by_one, weighs_layers
 from kvsieve.hf.forward.passes import cancel_session, open_session
 from kvsieve.hf.forward.request import PLAIN, ModelContext, PassRequest, PassResult, StopForward
 from kvsieve.hf.forward.session import Session
@@ -202,7 +202,8 @@ class AttachedModel(Unpicklable):
             "use_cache": True,
         }
         self.check_call(call)
-        states = states_of(cache) if request.tentative else {}
+        undoes_states = request.tentative and cache.has_state
+        states = [layer.copied_states() for layer in cache.all_layers] if undoes_states else None
         session = open_session(self.context, self.plan, cache, call, request)
         call = reordered(call, session.order, cache.num_seen, list(call))
         out = self.run_pass(session, call, logits)
@@ -212,7 +213,7 @@ class AttachedModel(Unpicklable):
         if request.tentative:
             assert isinstance(session, AnswerSession)
             transaction = PassTransaction(session, before)
-            if states:
+            if states is not None:
                 again = functools.partial(self._feed_again, cache, request, ids, mask)
                 transaction = StatesTransaction(session, before, states, again)
         return PassResult(hidden, found, session.chosen, cache.turn.record.report, transaction)

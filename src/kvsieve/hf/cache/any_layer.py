@@ -44,6 +44,16 @@ class AnyLayer:
         """Return the whole recurrent state, by transformers' names."""
         return {}
 
+    def copied_states(self) -> dict[str, Any]:
+        """Return a copy of `states` that shares no memory with them."""
+        return {
+            name: {at: part.clone() if isinstance(part, Tensor) else part for at, part in parts.items()}
+            for name, parts in self.states().items()
+        }
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        """Restore the output of `states`; the tensors become this layer's own."""
+
     def state_tensors(self) -> Iterator[Tensor]:
         """Yield every tensor of the recurrent state."""
         yield from tensors_in(self.states())

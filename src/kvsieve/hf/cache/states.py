@@ -46,13 +46,6 @@ class StateLayer(LinearAttentionLayer, AnyLayer):
         vars(other).update(self.copied_states())
         return other
 
-    def copied_states(self) -> dict[str, Any]:
-        """Return a copy of `states` that shares no memory with them."""
-        return {
-            name: {at: part.clone() if isinstance(part, Tensor) else part for at, part in parts.items()}
-            for name, parts in self.states().items()
-        }
-
     def take_rows(self, layers: Sequence[AnyLayer]) -> None:
         every = [layer.states() for layer in layers]
         rows = {name: {at: _rows([state[name][at] for state in every]) for at in every[0][name]} for name in every[0]}

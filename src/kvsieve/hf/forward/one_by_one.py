@@ -11,7 +11,6 @@ from torch import Tensor
 from kvsieve.errors import UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.snapshot import Snapshot
-from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.forward.request import PassResult
 from kvsieve.hf.forward.tentative import Transaction
 from kvsieve.hf.forward.transaction import AnswerSession, PassTransaction
@@ -19,8 +18,8 @@ from kvsieve.planning.plans import Plan
 
 # Runs a pass over ids [B, L] with a mask of all columns, and returns logits of so many of its columns.
 Feed = Callable[[Tensor, Tensor | None, int], PassResult]
-# By layer, what `StateLayer.copied_states` returns.
-States = dict[int, dict[str, Any]]
+# Of each layer, what its `copied_states` returns.
+States = Sequence[dict[str, Any]]
 
 
 def weighs_layers(plan: Plan) -> bool:
@@ -115,7 +114,7 @@ class StatesTransaction(PassTransaction):
         Args:
             session: of the pass.
             before: as in Transaction.
-            states: before it; see `states_of`.
+            states: of the cache's layers before it.
             again: feeds the first tokens of each row.
         """
         super().__init__(session, before)
@@ -127,16 +126,8 @@ class StatesTransaction(PassTransaction):
 
     def _take_back(self, counts: tuple[int, ...]) -> None:
         super()._take_back((0,) * len(counts))
-        for index, states in self._states.items():
-            layer = self.cache.all_layers[index]
-            assert isinstance(layer, StateLayer)
+        for layer, states in zip(self.cache.all_layers, self._states, strict=True):
             layer.set_states(states)
         if max(counts):
             self.cache.status = "ready"
             self._again(counts)
-
-
-def states_of(cache: SieveCache) -> States:
-    """Copy the recurrent states of a cache, by layer."""
-    layers = enumerate(cache.all_layers)
-    return {index: layer.copied_states() for index, layer in layers if isinstance(layer, StateLayer)}
