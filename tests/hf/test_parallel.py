@@ -125,7 +125,7 @@ def run(model) -> dict[str, dict]:
     ids[1, :7], mask[1, :7] = 0, 0
     out = {}
     for name, (make, options) in CASES.items():
-        options = {**GREEDY, **options, "max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": None}
+        options = {**GREEDY, **options, "max_new_tokens": 3, "pad_token_id": 0, "eos_token_id": None}
         with kvsieve.attach(model, make()) as sieve:
             turns, cache, talk, seen = [], None, ids, mask
             for _ in range(1 if "num_beams" in options else 2):

@@ -196,7 +196,7 @@ def test_snapshots_bring_everything_back(model, name):
         cache = sieve.prefill(ids, mask)
         held, size, taken = contents(cache), cache.nbytes(), cache.snapshot()
         wanted = sieve.generate(whole, real, cache=sieve.prefill(ids, mask), **GREEDY)
-        for length in (9, 1, 9):
+        for length in (1, 9):
             found = sieve.generate(whole[:, : 48 + length], real[:, : 48 + length], cache=cache, **GREEDY)
             cache.rollback(taken)
             same(contents(cache), held)
@@ -320,7 +320,7 @@ CHATTING = {"suppress_tokens": [0, 1, 2], "min_new_tokens": 4, "max_new_tokens":
 
 
 def said():
-    return [" ".join(f"w{(7 * at + each) % 80}" for each in range(30)) for at in range(3)]
+    return [" ".join(f"w{(7 * at + each) % 80}" for each in range(30)) for at in range(2)]
 
 
 @pytest.mark.parametrize("plan", ["snapkv", "fastkv"])
