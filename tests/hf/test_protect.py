@@ -110,7 +110,7 @@ def test_nothing_that_is_held_is_dropped_while_decoding(model, batch, name, mode
     plan = plan_of(name, model, **DECODING[name])
     quotas = QUOTAS if name != "lagkv" else []
     with kvsieve.attach(model, plan) as sieve:
-        result = sieve.generate(ids, mask, max_new_tokens=40, protect=SPANS, quotas=quotas, **mode, **GREEDY)
+        result = sieve.generate(ids, mask, max_new_tokens=16, protect=SPANS, quotas=quotas, **mode, **GREEDY)
     rows = [pad for pad in (0, PADDING) for _ in range(mode.get("num_beams", 1))]
     assert is_held(result.cache, rows, quotas=quotas)
     assert max(result.cache.entries()) <= (80 + 2 if name != "lagkv" else 110)
