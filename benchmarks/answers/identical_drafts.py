@@ -7,7 +7,8 @@ A family is one of tests/support/tiny_models, with random weights, or "demo", th
 are changed so that most tokens choose the next one and answers run in circles, which attention breaks now and then:
 drafts are accepted and refused. A family and plan for which none was accepted, or all were, prove nothing and fail.
 Where answers differ, the result has the first position, and by how much the logit of the first answer's token exceeds
-that of the other's there. Exits 1 on any difference. Families and plans that the result has are not run again.
+that of the other's there. Exits 1 on any difference. Families and plans that the result has are not run again;
+processes with different families may share its file.
 """
 
 from __future__ import annotations
@@ -148,6 +149,12 @@ def why_not(row: dict[str, Any]) -> str | None:
     return None
 
 
+def known_rows(file: Path) -> dict[str, Any]:
+    """Return the rows of a result by family, plan and draft."""
+    rows: dict[str, Any] = json.loads(file.read_text())["rows"] if file.exists() else {}
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--families", default=",".join(FAMILIES))
@@ -156,8 +163,7 @@ def main() -> None:
     parser.add_argument("--draft", default="lookup:adapt=false")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    known = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    rows: dict[str, Any] = known.get("rows", {})
+    rows = known_rows(arguments.out)
     wrong = []
     for family in arguments.families.split(","):
         if family == "demo":
@@ -172,7 +178,8 @@ def main() -> None:
                 row = compared(model, plan, prompts, arguments.draft)
                 stamp = environment()
                 place = {"family": family, "plan": plan, "draft": arguments.draft, "at": stamp["commit"]}
-                rows[key] = {**place, **row}
+                # Another process may have families of its own.
+                rows = {**known_rows(arguments.out), key: {**place, **row}}
                 write_result(arguments.out, {"environment": stamp, "new_tokens": NEW_TOKENS, "rows": rows})
             row = rows[key]
             reason = why_not(row)
