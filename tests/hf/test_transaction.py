@@ -163,7 +163,7 @@ def sizes_of_parts(monkeypatch):
 @pytest.mark.parametrize("together", [True, False])
 def test_recurrent_layers_at_once_and_one_by_one(together, monkeypatch):
     """Which of them is decided by a trial of the model, by the clock too."""
-    monkeypatch.setattr(AttachedModel, "continues_together", together)
+    monkeypatch.setattr(AttachedModel, "_continues_together", together)
     test_tokens_at_once_equal_tokens_one_by_one("hybrid")
     test_rows_accept_different_numbers("hybrid")
     model, plan = planned("hybrid")

@@ -191,7 +191,9 @@ class AttachedModel(Unpicklable):
         if several and self.feeds_one_by_one(cache, request.plan):
             one = functools.partial(self._feed_plainly, cache, request)
             return feed_one_by_one(one, cache, ids, mask, logits, tentative=request.tentative)
-        self.check_tokens(cache, ids.shape[1], ids, answer=several)
+        # Weights are looked at with prompts, not with every token of an answer.
+        check = self._check_follows if several else self.check_tokens
+        check(cache, ids.shape[1], ids)
         size = cache.num_seen + ids.shape[1]
         seen = torch.ones(len(ids), size, dtype=torch.long, device=device) if mask is None else mask.long().to(device)
         call: dict[str, Any] = {
@@ -224,7 +226,7 @@ class AttachedModel(Unpicklable):
         This is the case for recurrent layers that compute several otherwise than one after another, or slowly, and for
         evictors that weigh layers against each other.
         """
-        return weighs_layers(plan or self.plan) or (cache.has_state and not self.continues_together)
+        return weighs_layers(plan or self.plan) or (cache.has_state and not self._continues_together)
 
     def _feed_plainly(
         self, cache: SieveCache, request: PassRequest, ids: Tensor, mask: Tensor | None, logits: int
@@ -259,17 +261,20 @@ class AttachedModel(Unpicklable):
             if session.prepared:
                 cancel_session(session)
 
-    def check_tokens(self, cache: SieveCache, new: int, text: Tensor | None = None, *, answer: bool = False) -> None:
+    def check_tokens(self, cache: SieveCache, new: int, text: Tensor | None = None) -> None:
         """Raise KvsieveError for tokens that cannot follow those in a cache, or weights that were cast or moved.
 
         Args:
             cache: of the conversation.
             new: tokens of the pass, per row.
             text: their ids, int64 [B, L], if none may be a placeholder of an image; None to skip that check.
-            answer: they are several of an answer, where weights are not looked at, as for single ones.
         """
-        if cache.turn.reading or (new > 1 and not answer):
+        if new > 1 or cache.turn.reading:
             self.engine.look()
+        self._check_follows(cache, new, text)
+
+    def _check_follows(self, cache: SieveCache, new: int, text: Tensor | None) -> None:
+        """Raise KvsieveError for tokens that cannot follow those in a cache."""
         self._check_continues(cache, new)
         if new > 1:
             cache.turn.check_beams()
@@ -333,7 +338,7 @@ class AttachedModel(Unpicklable):
         return all(any(not torch.equal(*pair) for pair in zip(ends[0], end, strict=True)) for end in ends[1:])
 
     @functools.cached_property
-    def continues_together(self) -> bool:
+    def _continues_together(self) -> bool:
         """True if several tokens after others give what they give one after another, but for rounding, and not slowly.
 
         Found by a trial: some recurrent layers compute several tokens in chunks of hundreds.
