@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -33,7 +35,7 @@ class Graphs:
                 run()
             before.wait_stream(aside)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            with _uncollected(), torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 out = run()
 
         def replay() -> Tensor:
@@ -41,6 +43,18 @@ class Graphs:
             return out
 
         return replay
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Collect no garbage meanwhile: an earlier graph among it would break the recording in progress."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 # Records a pass: runs it at least once, and returns a function that replays it.

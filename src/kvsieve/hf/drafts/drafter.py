@@ -48,10 +48,10 @@ class Drafter(ABC):
 
 @dataclass
 class DraftCounts:
-    """Counts of an answer's drafts; of a batch, those of all rows.
+    """Counts of an answer's drafts; of a batch, the sums over its rows.
 
     Attributes:
-        passes: passes after the prompt, per row.
+        passes: passes after the prompt, until the answer's end.
         drafted_passes: those with drafted tokens.
         drafted: tokens drafted and fed.
         accepted: those that became part of the answer.

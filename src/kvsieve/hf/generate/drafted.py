@@ -114,8 +114,7 @@ class DraftedAnswer:
     @contextlib.contextmanager
     def _opened(self, first: list[int]) -> Iterator[None]:
         """Open the drafts of rows with these first tokens, and add up their counts at the end."""
-        size = len(first)
-        copies = size // len(self._given)
+        copies = len(first) // len(self._given)
         given = [[*row, first[at * copies + copy]] for at, row in enumerate(self._given) for copy in range(copies)]
         self._rows = open_drafts(self._draft, self._model, self._cache, given)
         try:
@@ -126,8 +125,6 @@ class DraftedAnswer:
                 self.counts.add(drafts.counts)
                 if drafts.note is not None and drafts.note not in self.notes:
                     self.notes.append(drafts.note)
-            self.counts.passes //= size
-            self.counts.drafted_passes //= size
 
     def _first(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         """Run the pass over the prompt's rest; logits [B, 1, V]."""
