@@ -37,22 +37,37 @@ def test_a_match_that_reaches_the_end_repeats():
 
 
 @pytest.mark.parametrize(
-    ("changed", "follows"),
+    ("changed", "follows", "number"),
     [
-        ([50], [21, 22, 23]),
-        ([50, 51, 21], [22, 23, 24]),
-        ([22], [23, 24, 25]),
+        ([50], [21, 22, 23], 0),
+        ([50, 51, 21], [22, 23, 24], 1),
+        ([22], [23, 24, 25], 1),
     ],
     ids=["a token replaced", "tokens added", "tokens left out"],
 )
-def test_a_copy_goes_on_behind_an_edit(changed, follows):
+def test_a_copy_goes_on_behind_an_edit(changed, follows, number):
     original = list(range(10, 30))
     drafter = LookupDrafter(3)
     drafter.extend([*original, 99, *range(10, 20)])
     assert drafter.propose(2) == [20, 21]
     drafter.extend(changed)
     assert drafter.propose(3) == follows
-    assert drafter.confidence == 0
+    assert drafter.confidence == number
+
+
+def test_a_value_that_differs_is_taken_from_the_text_it_comes_from():
+    """Two texts are copied in turns, field names of one and values of the other."""
+    row = [70, 71, 72, 73]
+    names = [20, 21, 22, 23, 24, 25, 26, 27, 28, 29]
+    drafter = LookupDrafter(2)
+    drafter.extend([*row, 99, *names, 50, 51, *names, 60, 61, 98, 70, 71])
+    assert drafter.propose(1) == [72]
+    drafter.extend([20, 21])
+    assert drafter.propose(2) == [22, 23]
+    # The value is not that of the names' text.
+    drafter.extend([*names[2:], 72])
+    assert drafter.propose(1) == [73]
+    assert drafter.confidence == 1
 
 
 def longest(tokens, ngram):
@@ -76,8 +91,8 @@ def test_a_match_is_the_longest_whatever_came_before(ngram):
     for _ in range(60):
         found = drafter.propose(3)
         length = longest(tokens, ngram)
-        assert bool(found) == bool(length)
-        if found:
+        assert (drafter.confidence > 1 and bool(found)) == bool(length)
+        if length:
             continuations = {
                 (*tokens, *tokens)[place]
                 for place in range(1, len(tokens))

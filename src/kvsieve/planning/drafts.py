@@ -11,7 +11,7 @@ from kvsieve.planning.roles.drafting import Loaded, draft_of
 from kvsieve.planning.specs import split_specs
 from kvsieve.planning.suggestions import did_you_mean
 
-_PARAMETERS = {"tokens": 15, "ngram": 3, "adapt": True}
+_PARAMETERS = {"tokens": 15, "ngram": 2, "adapt": True}
 _FORMS = (
     "'lookup', 'lookup:tokens=8:ngram=3', 'self:' and a plan, a draft model's directory, file or hub id, a loaded "
     "model, or (model, tokenizer)"
@@ -35,7 +35,7 @@ class Draft:
 
     kind: Literal["lookup", "model", "self"]
     tokens: int = 15
-    ngram: int = 3
+    ngram: int = 2
     adapt: bool = True
     model: str | Loaded | None = None
     view: str | None = None

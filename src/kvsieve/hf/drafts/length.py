@@ -13,9 +13,9 @@ _LONGEST_PAUSE = 64
 # Gain in tokens per time below which nothing is drafted.
 _MARGIN = 1.05
 # Estimates to begin with, by class; later classes are surer.
-_PRIORS = (0.5, 0.4, 0.5, 0.65, 0.8, 0.9, 0.95)
+_PRIORS = (0.4, 0.5, 0.4, 0.5, 0.65, 0.8, 0.9, 0.95)
 # Class of drafts that cost passes.
-COSTLY = 4
+COSTLY = 5
 
 
 class DraftLength:
@@ -25,16 +25,18 @@ class DraftLength:
         most: drafted tokens of a pass.
         slope: time of each token of a pass after the first, in passes over one token.
         draft: time of drafting a token, in the same unit; 0 for a free drafter.
+        first: further time of a pass over several tokens, whatever their number.
         adapt: False to draft `most` tokens always.
 
     Attributes:
         rows: answers that share the passes: with more of them a pass yields more tokens in the time of a draft.
     """
 
-    def __init__(self, most: int, slope: float, draft: float = 0.0, *, adapt: bool = True) -> None:
+    def __init__(self, most: int, slope: float, draft: float = 0.0, first: float = 0.0, *, adapt: bool = True) -> None:
         self.most = most
         self.slope = slope
         self.draft = draft
+        self.first = first
         self.adapt = adapt
         self.rows = 1
         self._accepts = list(_PRIORS)
@@ -88,7 +90,7 @@ class DraftLength:
         for count in range(1, offered + 1):
             chance *= accept
             tokens += chance
-            rate = tokens / (1 + count * cost)
+            rate = tokens / (1 + self.first + count * cost)
             if rate > gain:
                 best = count
                 gain = rate

@@ -14,25 +14,29 @@ from kvsieve.hf.drafts.drafter import Drafter
 _PLACES = 32
 # Tokens compared of each.
 _LONGEST = 64
-# Least match of each class above the first two, in tokens; the first one is that of places behind an edit.
+# Least match of each class above the first three, in tokens.
 _CLASSES = (4, 6, 10, 20, 40)
-# Least match that counts as a copy, of which the conversation may leave out, change or add tokens.
+# Classes of places behind an edit: assumed, and found by a token.
+_ASSUMED, _FOUND = 0, 1
+# Least match that counts as a copy, in which tokens may be replaced.
 _COPY = 8
-# Tokens of the original looked through for where a changed copy goes on, and tokens of the copy until it is given up.
-_EDIT = 12
+# Places where the conversation left an earlier text that it may go back to, tokens looked through behind each, and
+# tokens of the conversation until it is forgotten.
+_LEFT, _BEHIND, _FORGOTTEN = 4, 12, 24
 
 
 class LookupDrafter(Drafter):
     """Finds the longest earlier match of the conversation's end, and proposes what followed it.
 
     A match that goes on is followed, one step per token; after one that ends, places of the last n-gram are compared.
-    Where there is none and a long match has just ended, its continuation behind the changed tokens is proposed.
+    Without one, the conversation may go back to a text that it has just left, for a value that differs or an edit: the
+    newest token is looked for behind these places.
 
     Args:
         ngram: least tokens of a match.
     """
 
-    def __init__(self, ngram: int = 3) -> None:
+    def __init__(self, ngram: int = 2) -> None:
         self.ngram = ngram
         self._tokens: list[int] = []
         # Last place behind each n-gram, and for each place the one before it with the same n-gram.
@@ -40,9 +44,9 @@ class LookupDrafter(Drafter):
         self._before: list[int] = []
         self._at = 0
         self._length = 0
-        # Place where the conversation left a copy, None without one; and its length then.
-        self._left: int | None = None
-        self._left_at = 0
+        self._class = _ASSUMED
+        # Places that the conversation left, its length then, and whether it had copied a long text; newest last.
+        self._left: list[tuple[int, int, bool]] = []
 
     def extend(self, tokens: Sequence[int]) -> None:
         known = len(self._tokens)
@@ -62,7 +66,7 @@ class LookupDrafter(Drafter):
     def propose(self, most: int) -> list[int]:
         if self._length < self.ngram:
             self._search()
-        if not (self._length or self._realign()):
+        if not (self._length or self._go_back()):
             return []
         found = self._tokens[self._at : self._at + most]
         # A match that reaches the end repeats itself.
@@ -73,17 +77,19 @@ class LookupDrafter(Drafter):
 
     @property
     def confidence(self) -> int:
-        return 0 if self._length < self.ngram else 1 + sum(self._length >= least for least in _CLASSES)
+        if self._length < self.ngram:
+            return self._class
+        return 2 + sum(self._length >= least for least in _CLASSES)
 
     def _follow(self, end: int) -> None:
         """Go on with the match by the token at `end`, or end it."""
-        if self._length and self._tokens[self._at] == self._tokens[end]:
+        if not self._length:
+            return
+        if self._tokens[self._at] == self._tokens[end]:
             self._at += 1
             self._length += 1
             return
-        if self._length >= _COPY:
-            self._left = self._at
-            self._left_at = end
+        self._left = [*self._left, (self._at, end, self._length >= _COPY)][-_LEFT:]
         self._length = 0
 
     def _search(self) -> None:
@@ -106,14 +112,21 @@ class LookupDrafter(Drafter):
                 self._length = length
             place = self._before[place]
 
-    def _realign(self) -> bool:
-        """Guess where a copy goes on in its original, behind tokens that differ; return False for no guess."""
+    def _go_back(self) -> bool:
+        """Guess where a text that was left goes on; return False for no guess."""
         tokens = self._tokens
-        if self._left is None or len(tokens) - self._left_at > _EDIT:
-            return False
-        original = tokens[self._left : min(self._left + _EDIT, self._left_at)]
-        # Where its last token is found, or else as if one token had been replaced.
-        same = original.index(tokens[-1]) if tokens[-1] in original else 0
-        self._at = self._left + same + 1
+        end = len(tokens)
+        left = [place for place in reversed(self._left) if end - place[1] <= _FORGOTTEN]
+        for place, _, _ in left:
+            behind = tokens[place : min(place + _BEHIND, end - 1)]
+            if tokens[-1] in behind:
+                return self._guess(place + behind.index(tokens[-1]) + 1, _FOUND)
+        # As if one token had been replaced.
+        copies = [place for place, _, copied in left if copied]
+        return bool(copies) and self._guess(copies[0] + 1, _ASSUMED)
+
+    def _guess(self, place: int, number: int) -> bool:
+        self._at = place
         self._length = 1
-        return self._at < len(tokens)
+        self._class = number
+        return place < len(self._tokens)

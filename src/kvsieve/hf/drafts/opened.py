@@ -13,13 +13,15 @@ from kvsieve.hf.drafts.views import checked_view, view_drafter
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.drafts import Draft
 
-# Time of each token of a pass after the first, in passes over one token: on a CPU, where layers take it alone, and on a
-# GPU.
-_TOGETHER = 0.09
-_ALONE = 0.2
-_ON_GPU = 0.03
-# The same for recurrent layers, with the further pass over the tokens that stay if some do not.
-_AGAIN = 0.25
+# Time that a pass over several tokens takes longer, in passes over one token: in any case, and for each token after the
+# first. On a CPU (benchmarks/speed/tentative.py); where layers take tokens alone; and on an H100, also with a codec.
+_TOGETHER = 0.06, 0.07
+_ALONE = 0.06, 0.2
+_ON_GPU = 0.5, 0.01
+_ON_GPU_ENCODED = 0.4, 0.05
+# Recurrent layers take a further pass over the tokens that stay if some do not.
+_AGAIN = 0.0, 0.25
+_ONE_BY_ONE = 0.0, 1.0
 
 
 def open_drafts(
@@ -36,11 +38,12 @@ def open_drafts(
     Raises:
         UnsupportedOptionError: the source cannot draft for this cache; see also `check_draft`.
     """
-    slope = pass_slope(model, cache)
+    first, slope = pass_cost(model, cache)
     found = []
     for index, row in enumerate(rows):
         drafter = _drafter(draft, model, cache, index)
-        found.append(RowDrafts(drafter, DraftLength(draft.tokens, slope, drafter.cost, adapt=draft.adapt), row))
+        length = DraftLength(draft.tokens, slope, drafter.cost, first, adapt=draft.adapt)
+        found.append(RowDrafts(drafter, length, row))
     return found
 
 
@@ -58,15 +61,15 @@ def check_draft(draft: Draft, model: AttachedModel) -> None:
         checked_view(draft.view, model)
 
 
-def pass_slope(model: AttachedModel, cache: SieveCache) -> float:
-    """Return the time of each further token of a pass, in passes over one token."""
+def pass_cost(model: AttachedModel, cache: SieveCache) -> tuple[float, float]:
+    """Return the further time of a pass over several tokens, in any case and per token, in passes over one token."""
     plan = model.plan
     if model.feeds_one_by_one(cache):
-        return 1.0
+        return _ONE_BY_ONE
     if cache.has_state:
         return _AGAIN
     if model.model.device.type != "cpu":
-        return _ON_GPU
+        return _ON_GPU if plan.codec is None else _ON_GPU_ENCODED
     acts = plan.evict is not None and plan.evict.when.steps is not None
     return _ALONE if acts else _TOGETHER
 
