@@ -260,6 +260,9 @@ def test_a_model_in_the_wrapper_of_compile_generates(model, ids):
         wanted = sieve.generate(ids, **GREEDY).sequences
     with kvsieve.attach(torch.compile(model, backend="eager"), PLAN) as sieve:
         assert torch.equal(sieve.generate(ids, **GREEDY).sequences, wanted)
+        assert torch.equal(sieve.generate(ids, draft="lookup:adapt=false", **GREEDY).sequences, wanted)
+    # Nothing of the plan stays on the model within.
+    assert "generate" not in vars(model)
 
 
 @pytest.mark.parametrize(

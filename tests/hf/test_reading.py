@@ -109,7 +109,9 @@ def test_an_answer_at_once_reads_as_token_by_token(model, name):
     single, one = answer_logits(model, plan, ids, answer)
     several, other = answer_logits(model, plan, ids, answer, at_once=True)
     torch.testing.assert_close(several, single)
-    assert one.turn.record.reads == other.turn.record.reads
+    # Layers that are read whole have executors for several tokens.
+    reads = [dataclasses.replace(cache.turn.record.reads, executors={}) for cache in (one, other)]
+    assert reads[0] == reads[1]
     chunked, _ = answer_logits(model, plan, ids, answer, chunk=17)
     torch.testing.assert_close(chunked, single)
 

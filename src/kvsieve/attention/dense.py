@@ -156,9 +156,10 @@ def _why_not_by_products(request: _Request) -> str | None:
 
 
 def _why_not_triton_few(request: _Request) -> str | None:
-    if request.asked.query.shape[2] > kernels.FEW_TOKENS:
-        return f"more than {kernels.FEW_TOKENS} tokens"
-    return why_not_learned(request) or _why_not_triton(request)
+    reason = _why_not_triton(request) or why_not_learned(request)
+    if reason is None and request.asked.query.shape[2] > kernels.FEW_TOKENS:
+        reason = f"more than {kernels.FEW_TOKENS} tokens"
+    return reason
 
 
 def _why_not_on_device(request: _Request) -> str | None:

@@ -14,7 +14,15 @@ from typing import Any, cast
 from kvsieve.errors import KvsieveError, KvsieveWarning, NotAttachedError, PlanError, UnsupportedModelError
 from kvsieve.hf import hooks
 from kvsieve.hf.cache.copies import Unpicklable, uncopied
-from kvsieve.hf.compat import attention_of, check_version, decoder_of, is_compiled, layers_of, text_config
+from kvsieve.hf.compat import (
+    attention_of,
+    check_version,
+    decoder_of,
+    is_compiled,
+    layers_of,
+    text_config,
+    without_wrapper,
+)
 from kvsieve.hf.forward import attention, passes
 from kvsieve.hf.generate.generate import with_stats
 from kvsieve.hf.model.parallel import ranks_of
@@ -117,6 +125,7 @@ def attached(
     """
     _check_arguments(model, plan)
     check_version()
+    model = without_wrapper(model)
     with contextlib.ExitStack() as stack:
         if hasattr(model, "config"):
             stack.enter_context(_alone(model))
@@ -201,8 +210,7 @@ def _why_compiled(model: Any) -> str | None:
     decoder = decoder_of(model)
     parts = {"forward": model, "decoder": decoder, "first layer": next(iter(layers_of(decoder) or ()), decoder)}
     found = next((name for name, part in parts.items() if is_compiled(part)), None)
-    # A model in torch.compile's own wrapper generates without it.
-    if found is None or (found == "forward" and "_orig_mod" in vars(model)["_modules"]):
+    if found is None:
         return None
     return f"its {found} is compiled with torch.compile, where a plan cannot act: attach to the model as it was loaded"
 

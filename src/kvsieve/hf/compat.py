@@ -106,6 +106,11 @@ def without_renaming(function: Any) -> Any:
     return function
 
 
+def without_wrapper(model: Any) -> Any:
+    """Return the model within the wrapper of ``torch.compile(model)``, which generates without it; else the model."""
+    return vars(model).get("_modules", {}).get("_orig_mod", model)
+
+
 def is_compiled(module: Any) -> bool:
     """Return True if torch.compile was applied to a module, or to its forward."""
     own = vars(module)

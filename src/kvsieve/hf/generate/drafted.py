@@ -272,7 +272,10 @@ def taken_draft(
     found = as_draft(draft)
     says = [options.get("generation_config", config), model.generation_config]
     lookup = options.pop("prompt_lookup_num_tokens", None)
-    lookup = next((part.prompt_lookup_num_tokens for part in says if part is not None and lookup is None), lookup)
+    for part in says:
+        # One of another kind is refused with the other options.
+        if lookup is None and isinstance(part, GenerationConfig):
+            lookup = part.prompt_lookup_num_tokens
     assistant = options.pop("assistant_model", None)
     tokenizer = options.pop("assistant_tokenizer", None)
     asked = {"draft": found, "prompt_lookup_num_tokens": lookup, "assistant_model": assistant}
