@@ -1,0 +1,134 @@
+"""Linear layers and embeddings over weights in blocks, which are read as they are stored."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvsieve.errors import KvsieveError
+from kvsieve.kernels.cpu import quantized as kernel
+from kvsieve.kernels.cpu.quantized import QuantizedMatrix
+
+# Dequantized weights of one layer at a time, in a buffer that prompts use again and again.
+_scratch = threading.local()
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer whose weight stays in blocks.
+
+    Few tokens are multiplied with the blocks; for many, the weight is dequantized into a buffer.
+
+    Args:
+        matrix: the weight [C, D].
+        bias: [C], of `dtype`, or None.
+        dtype: of inputs and outputs: float32 or bfloat16.
+    """
+
+    def __init__(self, matrix: QuantizedMatrix, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.in_features = matrix.inner
+        self.out_features = matrix.width
+        self.matrix = matrix
+        self.dtype = dtype
+        self.register_parameter("bias", bias)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The weight [C, D], dequantized for the caller."""
+        return self.matrix.dequantize(torch.empty(self.out_features, self.in_features, dtype=self.dtype))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply [..., D]: [..., C]."""
+        tokens = input.numel() // self.in_features
+        if 0 < tokens <= kernel.MOST_ROWS and not self._computes_otherwise(input):
+            return kernel.multiply(input.contiguous(), self.matrix, self.bias)
+        return F.linear(input, self.dequantized(input), self.bias)
+
+    def dequantized(self, given: Tensor) -> Tensor:
+        """Return the weight for a product with `given`; the next layer's call may overwrite it."""
+        if torch.is_grad_enabled() and given.requires_grad:
+            return self.weight
+        return self.matrix.dequantize(_buffer(self.out_features, self.in_features, self.dtype))
+
+    def _computes_otherwise(self, given: Tensor) -> bool:
+        if torch.is_grad_enabled() and given.requires_grad:
+            return True
+        if given.dtype != self.dtype or given.shape[-1] != self.in_features or type(given) is not Tensor:
+            return True
+        return torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self.dtype = _dtype_after(fn, self.dtype)
+        return super()._apply(fn, recurse)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.matrix.kind}"
+
+
+class QuantizedEmbedding(nn.Embedding):
+    """Embeddings whose table stays in blocks: rows are dequantized as they are looked up.
+
+    Args:
+        matrix: the table [words, D].
+        dtype: of the embeddings.
+        padding_idx: as of `nn.Embedding`.
+    """
+
+    def __init__(self, matrix: QuantizedMatrix, dtype: torch.dtype, padding_idx: int | None = None) -> None:
+        nn.Module.__init__(self)
+        self.num_embeddings = matrix.width
+        self.embedding_dim = matrix.inner
+        self.padding_idx = padding_idx
+        self.max_norm = None
+        self.norm_type = 2.0
+        self.scale_grad_by_freq = self.sparse = False
+        self.matrix = matrix
+        self.dtype = dtype
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The table [words, D], dequantized for the caller."""
+        return self.matrix.dequantize(torch.empty(self.num_embeddings, self.embedding_dim, dtype=self.dtype))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the embeddings [..., D] of token ids [...]."""
+        return self.matrix.rows(input.flatten(), self.dtype).view(*input.shape, -1)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self.dtype = _dtype_after(fn, self.dtype)
+        return super()._apply(fn, recurse)
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Return the bytes of all weights of a module, those in blocks included; shared ones count once."""
+    parts = (part.matrix for part in module.modules() if isinstance(part, QuantizedLinear | QuantizedEmbedding))
+    matrices = {matrix.data.data_ptr(): matrix.nbytes for matrix in parts}
+    return sum(parameter.nbytes for parameter in module.parameters()) + sum(matrices.values())
+
+
+def _buffer(width: int, inner: int, dtype: torch.dtype) -> Tensor:
+    """Return a tensor [width, inner] in this thread's buffer, which grows and is not given back."""
+    held: dict[torch.dtype, Tensor] = _scratch.__dict__
+    found = held.get(dtype)
+    if found is None or found.numel() < width * inner:
+        held[dtype] = found = torch.empty(width * inner, dtype=dtype)
+    return found[: width * inner].view(width, inner)
+
+
+def _dtype_after(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that `nn.Module.to` asks for. Raises KvsieveError for another device."""
+    found = fn(torch.empty(0, dtype=dtype))
+    if found.device.type != "cpu":
+        raise KvsieveError(
+            f"weights in blocks are computed with on a CPU, got device {found.device}: load the model with "
+            "weights='expand' for other devices"
+        )
+    return found.dtype
+
+
+__all__ = ["QuantizedEmbedding", "QuantizedLinear", "weight_bytes"]
