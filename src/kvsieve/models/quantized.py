@@ -39,7 +39,7 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The weight [C, D], dequantized for the caller."""
+        """Weight [C, D], dequantized for the caller."""
         return self.matrix.dequantize(torch.empty(self.out_features, self.in_features, dtype=self.dtype))
 
     def forward(self, input: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class QuantizedEmbedding(nn.Embedding):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The table [words, D], dequantized for the caller."""
+        """Table [words, D], dequantized for the caller."""
         return self.matrix.dequantize(torch.empty(self.num_embeddings, self.embedding_dim, dtype=self.dtype))
 
     def forward(self, input: Tensor) -> Tensor:

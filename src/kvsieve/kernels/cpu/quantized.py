@@ -17,7 +17,7 @@ MOST_ROWS = 32
 
 
 class Format(NamedTuple):
-    """How a GGUF type stores numbers. number: of the type; size: numbers per block; nbytes: bytes per block."""
+    """Layout of the numbers of a GGUF type. number: of the type; size: numbers per block; nbytes: bytes per block."""
 
     number: int
     size: int
