@@ -104,6 +104,15 @@ class QuantizedEmbedding(nn.Embedding):
         return super()._apply(fn, recurse)
 
 
+# Linear layers that compute each token alone.
+LINEARS = (nn.Linear, QuantizedLinear)
+
+
+def dtype_of(linear: nn.Linear) -> torch.dtype:
+    """Return the dtype that a linear layer computes in."""
+    return linear.dtype if isinstance(linear, QuantizedLinear) else linear.weight.dtype
+
+
 def weight_bytes(module: nn.Module) -> int:
     """Return the bytes of all weights of a module, those in blocks included; shared ones count once."""
     parts = (part.matrix for part in module.modules() if isinstance(part, QuantizedLinear | QuantizedEmbedding))
@@ -131,4 +140,4 @@ def _dtype_after(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> torch.dt
     return found.dtype
 
 
-__all__ = ["QuantizedEmbedding", "QuantizedLinear", "weight_bytes"]
+__all__ = ["LINEARS", "QuantizedEmbedding", "QuantizedLinear", "dtype_of", "weight_bytes"]

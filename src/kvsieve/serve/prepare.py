@@ -67,7 +67,7 @@ class Preparer:
         self._stop_texts = [own] if isinstance(own, str) else list(own or [])
         self._stops = stop_ids(tokenizer, config.eos_token_id)
         self._controls = {word.content: token for token, word in tokenizer.added_tokens_decoder.items() if word.special}
-        self._words = model.get_input_embeddings().weight.shape[0]
+        self._words = model.get_input_embeddings().num_embeddings
         self._context = context
         self._lock = threading.Lock()
 

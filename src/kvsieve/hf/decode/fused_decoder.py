@@ -8,6 +8,7 @@ from torch import nn
 
 from kvsieve.hf.decode.fused_modules import FusedModules
 from kvsieve.hf.decode.linears import Linears
+from kvsieve.models.quantized import weight_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ def by_default(decoder: nn.Module, output: nn.Module | None, *, alone: bool) -> 
     """Return the engine that "auto" means, and its replacements. alone: heads are not divided, nor layers."""
     if next((parameter.device.type for parameter in decoder.parameters()), "cpu") == "cuda":
         return "graph", None
-    if alone and sum(parameter.nbytes for parameter in decoder.parameters()) >= _LEAST:
+    if alone and weight_bytes(decoder) >= _LEAST:
         try:
             return "fused", FusedDecoder(decoder, output, narrow=True)
         except ValueError as reason:

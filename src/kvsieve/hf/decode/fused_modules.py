@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from kvsieve.hf.compat import CACHE_NAMES, without_renaming
 from kvsieve.kernels.cpu import layers as kernel
+from kvsieve.models.quantized import LINEARS, QuantizedLinear
 
-# Tokens that an MLP takes at a time.
+# Tokens that an MLP takes at a time; with weights that are dequantized for every part.
 _PART = 1024
+_PART_OF_QUANTIZED = 4096
 # All that the forward of such a module may name.
 _NORM = {"dtype", "to", "torch", "float32", "pow", "mean", "rsqrt", "variance_epsilon", "weight"}
 _GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -86,7 +88,7 @@ def _replacements(decoder: nn.Module) -> Iterator[tuple[nn.Module, Callable[...,
             if agrees(own, _norm_agrees, module):
                 yield module, _norm(module)
         elif names == _GATED:
-            if agrees((own, type(module.act_fn)), _gate_agrees, module):
+            if agrees((own, type(module.act_fn)), _gate_agrees, module, decoder):
                 yield module, _gated(module)
         elif _TURN in names:
             turn = own.__globals__.get(_TURN)
@@ -116,9 +118,13 @@ def _norm(module: Any) -> Callable[[Tensor], Tensor]:
 def _gated(module: Any) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         tokens = x.shape[:-1].numel()
-        if tokens <= _PART or not all(map(_can_be_divided, (module.gate_proj, module.up_proj, module.down_proj))):
+        if tokens <= _PART:
             return whole(x)
-        parts = x.reshape(tokens, -1).split(_PART)
+        linears = module.gate_proj, module.up_proj, module.down_proj
+        size = _PART_OF_QUANTIZED if any(isinstance(linear, QuantizedLinear) for linear in linears) else _PART
+        if tokens <= size or not all(map(_can_be_divided, linears)):
+            return whole(x)
+        parts = x.reshape(tokens, -1).split(size)
         return torch.cat([whole(part) for part in parts]).view(*x.shape[:-1], -1)
 
     def whole(x: Tensor) -> Tensor:
@@ -133,7 +139,7 @@ def _gated(module: Any) -> Callable[[Tensor], Tensor]:
 
 def _can_be_divided(module: nn.Module) -> bool:
     """Return True if a module computes each token separately, and nothing inspects its input."""
-    return type(module) is nn.Linear and not (module._forward_hooks or module._forward_pre_hooks)
+    return type(module) in LINEARS and not (module._forward_hooks or module._forward_pre_hooks)
 
 
 def _with_rotary(forward: types.FunctionType, own: Callable[..., Any]) -> types.FunctionType:
@@ -188,8 +194,8 @@ def _norm_agrees(module: Any) -> bool:
 
 
 @torch.no_grad()
-def _gate_agrees(module: Any) -> bool:
-    x = _random(2, 512, dtype=next(module.parameters()).dtype, scale=2)
+def _gate_agrees(module: Any, decoder: nn.Module) -> bool:
+    x = _random(2, 512, dtype=next(decoder.parameters()).dtype, scale=2)
     return _near(kernel.gated_silu(x, x), module.act_fn(x) * x)
 
 

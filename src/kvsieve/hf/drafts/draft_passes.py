@@ -111,8 +111,3 @@ def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
     while start < size and one[start : start + _PIECE] == other[start : start + _PIECE]:
         start += _PIECE
     return next((at for at in range(start, size) if one[at] != other[at]), size)
-
-
-def weight_bytes(model: AttachedModel) -> int:
-    """Return the bytes of a model's weights."""
-    return sum(weight.nbytes for weight in model.model.parameters())

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from kvsieve.errors import PlanError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.drafts.draft_passes import DraftPasses, PlainDraftPasses, greedy, shared_length, weight_bytes
+from kvsieve.hf.drafts.draft_passes import DraftPasses, PlainDraftPasses, greedy, shared_length
 from kvsieve.hf.drafts.drafter import Drafter
 from kvsieve.hf.drafts.translation import Translation
 from kvsieve.hf.model.context import context_of
 from kvsieve.hf.prompt.draft import ends_of, load_draft, prefilled, same_tokens
 from kvsieve.hf.runtime import AttachedModel
+from kvsieve.models.quantized import weight_bytes
 from kvsieve.planning.roles import Loaded
 
 # Tokens per forward pass over a prompt.
@@ -76,7 +77,7 @@ class ModelDrafter(Drafter):
 
     def __init__(self, draft: AttachedModel, model: AttachedModel, translation: Translation | None = None) -> None:
         # A token takes as long as its weights take to read.
-        self.cost = weight_bytes(draft) / weight_bytes(model)
+        self.cost = weight_bytes(draft.model) / weight_bytes(model.model)
         self._draft = draft
         self._vocabulary = model.config.vocab_size
         self._translation = translation

@@ -19,7 +19,7 @@ from kvsieve.errors import PlanError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.records import TurnRecord
 from kvsieve.hf.compat import tensor_parallel_mesh
-from kvsieve.hf.drafts.draft_passes import DraftPasses, greedy, shared_length, weight_bytes
+from kvsieve.hf.drafts.draft_passes import DraftPasses, greedy, shared_length
 from kvsieve.hf.drafts.drafter import Drafter
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.forward.sparse_read import reading_of
@@ -27,6 +27,7 @@ from kvsieve.hf.model.settle import plan_for
 from kvsieve.hf.model.support import check_model
 from kvsieve.hf.prompt.draft import ends_of
 from kvsieve.hf.runtime import AttachedModel
+from kvsieve.models.quantized import weight_bytes
 from kvsieve.planning.named import plan as parsed
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.roles import ChunkedEvictor, Codec, Evictor, ProbingEvictor
@@ -168,7 +169,7 @@ class ReaderDrafter(Drafter):
 
 def _cost(model: AttachedModel, cache: SieveCache) -> float:
     """Return the least time of drafting a token: that of the weights, in the time of weights and one row's entries."""
-    weights = weight_bytes(model)
+    weights = weight_bytes(model.model)
     return weights / (weights + cache.nbytes() / cache.conversation.batch)
 
 

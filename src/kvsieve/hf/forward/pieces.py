@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.forward.session import Session
+from kvsieve.models.quantized import LINEARS, QuantizedEmbedding, QuantizedLinear, dtype_of
 from kvsieve.planning.plans import Plan
 from kvsieve.types import AttentionQueries
 
@@ -67,19 +68,22 @@ def rows_are_alone(decoder: nn.Module, chunk: int) -> bool:
     """
     shapes: dict[Any, nn.Linear] = {}
     for module in decoder.modules():
-        if not any(True for _ in module.parameters(recurse=False)):
+        if type(module) in LINEARS:
+            linear: nn.Linear = module  # type: ignore[assignment]
+            size = linear.out_features, linear.in_features
+            shapes.setdefault((size, type(linear), dtype_of(linear), linear.bias is None), linear)
             continue
-        if type(module) is nn.Linear:
-            shapes.setdefault((module.weight.shape, module.weight.dtype, module.bias is None), module)
-        elif not (isinstance(module, nn.Embedding | nn.LayerNorm) or type(module).__name__.endswith("RMSNorm")):
+        if isinstance(module, QuantizedEmbedding) or not any(True for _ in module.parameters(recurse=False)):
+            continue
+        if not (isinstance(module, nn.Embedding | nn.LayerNorm) or type(module).__name__.endswith("RMSNorm")):
             return False
     return all(_same_rows(module, chunk) for module in shapes.values())
 
 
 def _same_rows(module: nn.Linear, chunk: int) -> bool:
-    weight = module.weight
+    device = torch.device("cpu") if isinstance(module, QuantizedLinear) else module.weight.device
     draw = torch.Generator().manual_seed(0)
-    rows = torch.randn(1, COUNTS[-1] * chunk, module.in_features, generator=draw).to(weight.device, weight.dtype)
+    rows = torch.randn(1, COUNTS[-1] * chunk, module.in_features, generator=draw).to(device, dtype_of(module))
     with torch.no_grad():
         alone = torch.cat([module(part) for part in rows.split(chunk, 1)], 1)
         return all(bool((module(rows[:, : n * chunk]) == alone[:, : n * chunk]).all()) for n in COUNTS[1:])

@@ -152,7 +152,7 @@ class Facts:
 
     def _keys(self, layer_idx: int, attention: nn.Module) -> tuple[Tensor, Tensor]:
         """[1, H, P, D] keys that the layer makes of one hidden state at the positions int64 [1, P]."""
-        device = next(attention.parameters()).device
+        device = next((p.device for p in attention.parameters()), self.model.device)
         dtype = self.model.dtype
         # Weights loaded for each call are not in memory now.
         device = self.model.device if device.type == "meta" else device

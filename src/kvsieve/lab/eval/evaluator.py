@@ -31,6 +31,7 @@ from kvsieve.lab.eval.reading import DocumentReader, ReadState
 from kvsieve.lab.eval.rows import Row
 from kvsieve.lab.tasks.prompter import Prompter
 from kvsieve.lab.tasks.samples import QuestionAnswer, Sample
+from kvsieve.models.quantized import weight_bytes
 from kvsieve.planning.drafts import as_draft
 from kvsieve.planning.plans import Plan
 from kvsieve.shared.prompt import after_prompt, answer_logits, next_logits, read_alone
@@ -64,7 +65,7 @@ class Evaluator:
         self.batch = batch
         self.chunk = chunk
         self.documents = DocumentReader(model, chunk)
-        self._weights = sum(parameter.nbytes for parameter in model.parameters())
+        self._weights = weight_bytes(model)
         self.prompter = Prompter(tokenizer, model.generation_config.eos_token_id)
 
     def compare(
