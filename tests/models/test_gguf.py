@@ -52,7 +52,7 @@ def test_what_is_wrong_is_told(cli, file, tmp_path, monkeypatch):
     with pytest.raises(ModelNotFoundError, match="not a file here.*download it"):
         kvsieve.models.load("owner/name/model-Q4_K_M.gguf")
     (tmp_path / "bad.gguf").write_bytes(b"GGUF?")
-    with pytest.raises(ModelLoadError, match="from its GGUF file"):
+    with pytest.raises(ModelLoadError, match="bad.gguf cannot be loaded: its header goes on beyond its 5 bytes"):
         kvsieve.models.load(tmp_path / "bad.gguf")
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "accelerate" else found(name))

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvsieve.models.fetch import ModelLoadError, ModelNotFoundError, cache_dir, fetch_demo
-from kvsieve.models.source import check_weights, checkpoint_source, load_error
+from kvsieve.models.source import check_packing, check_weights, checkpoint_source, keeps_blocks, load_error
 
 if TYPE_CHECKING:
     import torch
@@ -21,15 +21,20 @@ def load(
     model_id_or_dir: str | os.PathLike[str] | None,
     dtype: torch.dtype | Literal["auto", "checkpoint"] = "auto",
     device: str | torch.device | None = None,
+    weights: Literal["expand", "int8", "int4"] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model in eval mode, and its tokenizer.
 
     Args:
         model_id_or_dir: None for the demo model (see `load_demo`), a directory with a transformers checkpoint, a GGUF
-            file (its weights are dequantized), or a hub id such as ``owner/name``.
+            file, or a hub id such as ``owner/name``.
         dtype: dtype of the weights; "auto" is bfloat16 if the device computes it natively, else float32 or float16
-            (`kvsieve.devices.auto_dtype`); "checkpoint" the checkpoint's own.
+            (`kvsieve.devices.auto_dtype`); "checkpoint" the checkpoint's own, float32 for a GGUF file. Over weights in
+            blocks: dtype of the computation, float32 or bfloat16.
         device: device of the model; default: "cuda" if there is one, else "cpu".
+        weights: None: as they are stored, so those of a GGUF file stay in its blocks, on a CPU; other devices get them
+            dequantized, with a warning. "expand": dequantized. "int8" or "int4": those of a checkpoint, packed into
+            blocks of 8 or 4 bits, on a CPU.
 
     Returns:
         model: with the attention implementation that transformers chooses.
@@ -37,22 +42,39 @@ def load(
 
     Raises:
         ModelNotFoundError: a path without a checkpoint, or a model that the hub does not have.
-        ModelLoadError: the hub cannot be reached, or the checkpoint does not load; also the errors of `load_demo`.
+        ModelLoadError: the hub cannot be reached, the checkpoint does not load, or its weights cannot be loaded as
+            `weights` says; also the errors of `load_demo`.
     """
     import torch
 
     from kvsieve.devices import auto_dtype, default_device
     from kvsieve.models import demo
 
-    device = default_device() if device is None else device
+    device = torch.device(default_device() if device is None else device)
     if dtype == "auto":
         dtype = auto_dtype(device).dtype
+    if weights not in (None, "expand"):
+        from kvsieve.models.packed import load_packed
+
+        name = str(demo.demo_checkpoint()) if model_id_or_dir is None else os.fspath(model_id_or_dir)
+        check_packing(name, weights, device.type)
+        return load_packed(name, "auto" if dtype == "checkpoint" else dtype, weights)
     if model_id_or_dir is None:
         model, tokenizer = demo.load_demo(torch.bfloat16 if dtype == "checkpoint" else dtype)
+    elif keeps_blocks(os.fspath(model_id_or_dir), weights, device.type):
+        return _load_blocks(os.fspath(model_id_or_dir), torch.float32 if dtype == "checkpoint" else dtype)
     else:
         model, tokenizer = _load_any(os.fspath(model_id_or_dir), "auto" if dtype == "checkpoint" else dtype)
     # A loader of low-bit weights has placed them on a device already.
     return model if hasattr(model, "hf_device_map") else model.to(device), tokenizer  # type: ignore[arg-type]
+
+
+def _load_blocks(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from kvsieve.models.gguf.load import load_blocks
+
+    tokenizer = load_tokenizer(name)
+    _prepare(tokenizer)
+    return load_blocks(name, dtype), tokenizer
 
 
 def _load_any(name: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -65,10 +87,14 @@ def _load_any(name: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel, Pre
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
     except Exception as exc:
         raise load_error(f"cannot load {name!r}", options, exc) from exc
+    _prepare(tokenizer)
+    return model.eval(), tokenizer
+
+
+def _prepare(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return model.eval(), tokenizer
 
 
 def load_tokenizer(model_id_or_dir: str | None) -> PreTrainedTokenizerBase:

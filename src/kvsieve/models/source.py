@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
-from kvsieve.errors import short
+from kvsieve.errors import KvsieveWarning, short
 from kvsieve.models.fetch import ModelLoadError, ModelNotFoundError, unreadable
 
 _EXPECTED = "expected the directory of a transformers checkpoint, a .gguf file, or a hub id owner/name"
@@ -21,8 +22,8 @@ _PATIENCE = 3.0
 def checkpoint_source(name: str) -> tuple[str, dict[str, Any]]:
     """Return the directory or hub id that transformers loads a name from, and more arguments of `from_pretrained`.
 
-    Raises ModelNotFoundError for a path without a readable checkpoint, and ModelLoadError for a GGUF file if the
-    package that reads it is missing.
+    Raises ModelNotFoundError for a path without a readable checkpoint, and ModelLoadError for a damaged GGUF file, or
+    if the package that reads it is missing.
     """
     if name.endswith(".gguf"):
         return _gguf_source(name)
@@ -69,7 +70,45 @@ def _gguf_source(name: str) -> tuple[str, dict[str, Any]]:
     for package in ("gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
             raise ModelLoadError(f"reading {name!r} needs the package {package}; run `pip install 'kvsieve[gguf]'`")
+    from kvsieve.models.gguf.file import GgufFile
+
+    GgufFile(path)
     return str(path.parent), {"local_files_only": True, "gguf_file": path.name}
+
+
+def keeps_blocks(name: str, weights: str | None, device: str) -> bool:
+    """Return True if the weights of a model stay in the blocks of its file; warn if only the device prevents it.
+
+    Args:
+        name: of the model.
+        weights: of `kvsieve.models.load`.
+        device: kind of the device.
+    """
+    if not name.endswith(".gguf") or weights is not None:
+        return False
+    if device == "cpu":
+        return True
+    warnings.warn(
+        f"weights of {name} are dequantized in memory: {device} has no kernels for blocks; weights='expand' says the "
+        "same without this warning",
+        KvsieveWarning,
+        stacklevel=3,
+    )
+    return False
+
+
+def check_packing(name: str, weights: str, device: str) -> None:
+    """Raise ModelLoadError unless weights of a checkpoint can be packed. device: its kind."""
+    if weights not in ("int8", "int4"):
+        raise ModelLoadError(f"weights must be None, 'expand', 'int8' or 'int4', got {short(weights)}")
+    if name.endswith(".gguf"):
+        raise ModelLoadError(
+            f"{name!r} is already quantized: leave weights={weights!r} out to compute with its blocks, or use 'expand'"
+        )
+    if device != "cpu":
+        raise ModelLoadError(
+            f"weights={weights!r} is computed with on a CPU, got device {device}: use device='cpu', or leave it out"
+        )
 
 
 def load_error(what: str, options: dict[str, Any], error: Exception) -> ModelLoadError:

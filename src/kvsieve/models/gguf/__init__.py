@@ -1,0 +1,1 @@
+"""GGUF files: their headers, checked, and models over the weights in them."""
