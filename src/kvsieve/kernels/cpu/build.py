@@ -24,7 +24,7 @@ from kvsieve.kernels.cpu.folder import cache_folder as cache_folder
 from kvsieve.kernels.cpu.folder import kernel_folders
 from kvsieve.lazy import torch
 
-Name = Literal["codes", "layers", "mass", "packed", "pages", "products", "prompt", "reading", "token"]
+Name = Literal["codes", "layers", "mass", "packed", "pages", "products", "prompt", "quantized", "reading", "token"]
 
 # Sums may be reordered, which lets the compiler use vectors; all other IEEE rules hold.
 _FLAGS = (

@@ -6,11 +6,16 @@ read the blocks as they are; for many tokens the weight is dequantized into a bu
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from ctypes import addressof, c_int64, c_void_p
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kvsieve.kernels.cpu.build import Library, function, library
 
 # Up to this many tokens, products read the blocks.
 MOST_ROWS = 32
@@ -42,6 +47,14 @@ FORMATS = {
 }
 
 
+# Dtypes of numbers that the kernel reads and writes, and whether they are bfloat16.
+_HALF = {torch.float32: 0, torch.bfloat16: 1}
+
+
+def built() -> Library:
+    return library("quantized")
+
+
 class QuantizedMatrix:
     """A weight [C, D] in blocks; nothing is copied.
 
@@ -53,9 +66,10 @@ class QuantizedMatrix:
     Attributes:
         width: C.
         inner: D.
+        address: of its description for the kernel.
 
     Raises:
-        ValueError: the bytes of a row are no whole number of blocks.
+        ValueError: the bytes of a row are no whole number of blocks, or `order` is no permutation.
     """
 
     def __init__(self, data: Tensor, kind: str, order: Tensor | None = None) -> None:
@@ -63,11 +77,21 @@ class QuantizedMatrix:
         blocks, rest = divmod(data.shape[1], self.format.nbytes)
         if rest:
             raise ValueError(f"a row of {data.shape[1]} bytes is no whole number of {kind} blocks")
+        if data.dtype != torch.uint8 or data.device.type != "cpu" or not data.is_contiguous():
+            raise ValueError(f"blocks are contiguous bytes on a CPU, got {data.dtype} on {data.device}")
         self.data = data
         self.kind = kind
-        self.order = order
+        self.order = None if order is None else order.contiguous()
         self.width = len(data)
         self.inner = blocks * self.format.size
+        if order is not None and not _is_permutation(order, self.width):
+            raise ValueError(f"an order of {self.width} rows names each once, got {len(order)} rows: {order}")
+        at = 0 if self.order is None else self.order.data_ptr()
+        self._fields = (c_int64 * 6)(data.data_ptr(), at, self.width, self.inner, self.format.number, data.shape[1])
+        self.address = addressof(self._fields)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return QuantizedMatrix, (self.data, self.kind, self.order)
 
     @property
     def nbytes(self) -> int:
@@ -76,12 +100,25 @@ class QuantizedMatrix:
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
         """Return dequantized rows [N, D] of the weight. index: int64 [N], of its rows."""
+        if dtype in _HALF and built().loaded is not None:
+            return self._write(index.contiguous(), torch.empty(len(index), self.inner, dtype=dtype))
         at = index if self.order is None else self.order[index]
         return _dequantized(self.data[at], self.kind).to(dtype)
 
     def dequantize(self, out: Tensor) -> Tensor:
         """Write all rows into `out` [C, D], float32 or bfloat16, contiguous, and return it."""
+        if out.dtype in _HALF and built().loaded is not None:
+            return self._write(None, out)
         return out.copy_(self.rows(torch.arange(self.width), out.dtype))
+
+    def _write(self, index: Tensor | None, out: Tensor) -> Tensor:
+        at = None if index is None else index.data_ptr()
+        half, threads = _HALF[out.dtype], torch.get_num_threads()
+        wrong = _dequantize()(self.address, at, len(out), out.data_ptr(), half, threads)
+        if wrong:
+            assert index is not None
+            raise IndexError(f"row {int(index[wrong - 1])} of a weight of {self.width} rows")
+        return out
 
 
 def multiply(given: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
@@ -94,9 +131,32 @@ def multiply(given: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Ten
         matrix: the weight.
         bias: [C], of the dtype of `given`, or None.
     """
-    weight = matrix.rows(torch.arange(matrix.width), torch.float32)
-    product = F.linear(given.float(), weight, None if bias is None else bias.float())
-    return product.to(given.dtype)
+    if given.dtype not in _HALF or built().loaded is None:
+        weight = matrix.rows(torch.arange(matrix.width), torch.float32)
+        product = F.linear(given.float(), weight, None if bias is None else bias.float())
+        return product.to(given.dtype)
+    *before, inner = given.shape
+    rows = given.numel() // inner
+    out = given.new_empty(*before, matrix.width)
+    at = None if bias is None else bias.data_ptr()
+    half, threads = _HALF[given.dtype], torch.get_num_threads()
+    if not _multiply()(matrix.address, at, given.data_ptr(), out.data_ptr(), rows, half, threads):
+        raise MemoryError(f"there is no memory for a copy of {rows} rows of {inner} numbers")
+    return out
+
+
+def _is_permutation(order: Tensor, width: int) -> bool:
+    return order.dtype == torch.int64 and torch.equal(order.sort().values, torch.arange(width))
+
+
+@functools.cache
+def _multiply() -> Callable[..., int]:
+    return function("quantized", "multiply", *(c_void_p,) * 4, *(c_int64,) * 3, returns=c_int64)
+
+
+@functools.cache
+def _dequantize() -> Callable[..., int]:
+    return function("quantized", "dequantize", c_void_p, c_void_p, c_int64, c_void_p, *(c_int64,) * 2, returns=c_int64)
 
 
 def _dequantized(data: Tensor, kind: str) -> Tensor:
@@ -105,4 +165,4 @@ def _dequantized(data: Tensor, kind: str) -> Tensor:
     return torch.from_numpy(gguf.dequantize(data.numpy(), gguf.GGMLQuantizationType[kind]))
 
 
-__all__ = ["FORMATS", "MOST_ROWS", "Format", "QuantizedMatrix", "multiply"]
+__all__ = ["FORMATS", "MOST_ROWS", "Format", "QuantizedMatrix", "built", "multiply"]
