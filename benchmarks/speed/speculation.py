@@ -54,6 +54,9 @@ def answer(sieve: Any, cache: Any, ids: torch.Tensor, draft: str, **options: Any
     result = sieve.generate(ids, cache=cache.fork(), draft=None if draft == NONE else draft, **options)
     tokens = result.sequences[0, ids.shape[1] :].tolist()
     run = {"tokens": len(tokens), "s": round(sum(result.token_s), 4), "first_s": round(result.stats.ttft_s, 3)}
+    decoding = result.stats.decoding
+    if decoding.captures:
+        run |= {"captures": decoding.captures, "capture_s": round(decoding.capture_s, 3)}
     counts = result.stats.drafts
     if counts is not None:
         run |= {"passes": counts.passes, "drafted": counts.drafted, "accepted": counts.accepted}

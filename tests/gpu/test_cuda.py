@@ -1,22 +1,28 @@
 """What plans do on a GPU is what they do on the CPU: every method, codec and family, in turns and in CUDA graphs.
 
-Run where there is a GPU: `pytest tests/gpu`. Everything is float32, and no token comes twice, so that both devices
-choose the same entries.
+Run where there is a GPU: `pytest tests/gpu`. Everything is float32, no token comes twice, and padding, whose embedding
+is zero, is never said, so that no entries are equally good and both devices choose the same ones.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 
 import pytest
 import torch
 
 import kvsieve
+from drafted import alone, drafted
 from kvsieve.errors import KvsieveError
+from kvsieve.hf.drafts import draft_passes
+from kvsieve.hf.drafts.views import checked_view, view_drafter
 from kvsieve.methods import KIVI
 from kvsieve.shared.prompt import next_logits
+from oracle import let_drafts_know
 from small import plan_of, stored
 from tiny_models import available, build
 
@@ -32,6 +38,7 @@ GREEDY = {
     "do_sample": False,
     "eos_token_id": None,
     "pad_token_id": 0,
+    "suppress_tokens": [0],
     "max_new_tokens": 10,
     "return_dict_in_generate": True,
     "output_logits": True,
@@ -192,3 +199,85 @@ def test_a_cache_saved_on_the_gpu_is_gone_on_with_on_the_cpu(tmp_path):
     with kvsieve.attach(model_on("cpu"), plan) as sieve:
         answers.append(sieve.generate(whole, cache=sieve.load(tmp_path / "chat").cache, **GREEDY).sequences)
     assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("name", ["full", "snapkv"])
+def test_drafts_are_verified_in_a_graph(monkeypatch, name):
+    ids = talk()[0][:1]
+    options = {**GREEDY, "max_new_tokens": 40}
+    plan = plan_of(name, model_on("cpu"))
+    with kvsieve.attach(model_on("cpu"), plan) as sieve:
+        plain = sieve.generate(ids, **options)
+    let_drafts_know(monkeypatch, plain.sequences.tolist())
+    with kvsieve.attach(model_on("cuda"), plan, decode="graph") as sieve:
+        ours = sieve.generate(ids.cuda(), draft="lookup:tokens=6", **options)
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    assert ours.stats.drafts.accepted > 10
+    assert ours.stats.decoding.engine == "graph" and ours.stats.decoding.captures <= 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("view", ["snapkv:budget=24:window=4:floor=0", "kivi:tail=4", "quest:budget=16"])
+def test_views_of_the_cache_draft(monkeypatch, view):
+    # Tiny models are unsure of every token.
+    monkeypatch.setattr(draft_passes, "LEAST", 0.0)
+    ids = talk()[0][:1].cuda()
+    with kvsieve.attach(model_on("cuda"), plan_of("full", model_on("cpu")), decode="graph") as sieve:
+        _, tokens = alone(sieve, ids, 20)
+        plan = checked_view(view, sieve)
+        _, same, row = drafted(sieve, ids, 20, lambda cache: view_drafter(sieve, cache, plan))
+    assert same == tokens
+    assert row.note is None and row.counts.drafted >= 8
+
+
+@contextlib.contextmanager
+def while_recording(work):
+    """Let the model do something in each layer of a pass that is recorded."""
+
+    def hook(*_):
+        if torch.cuda.is_current_stream_capturing():
+            work()
+
+    handles = [layer.register_forward_pre_hook(hook) for layer in model_on("cuda").model.layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def answered(decode, **options):
+    torch.manual_seed(5)
+    with kvsieve.attach(model_on("cuda"), plan_of("snapkv", model_on("cpu")), decode=decode) as sieve:
+        return sieve.generate(talk()[0][:1].cuda(), **{**GREEDY, **options})
+
+
+def test_a_graph_that_is_garbage_does_not_end_the_recording_of_another():
+    graphs = [torch.cuda.CUDAGraph()]
+    counter = torch.zeros(1, device="cuda")
+    with torch.cuda.graph(graphs[0]):
+        counter.add_(1)
+
+    def leave():
+        if graphs:
+            cycle = [graphs.pop()]
+            cycle.append(cycle)
+            gc.set_threshold(1)
+
+    before = gc.get_threshold()
+    try:
+        with while_recording(leave):
+            ours = answered("graph")
+    finally:
+        gc.set_threshold(*before)
+    assert not graphs
+    assert (ours.stats.decoding.engine, ours.stats.decoding.reason) == ("graph", None)
+    assert torch.equal(ours.sequences, answered("eager").sequences)
+
+
+def test_sampling_goes_on_where_a_recording_failed():
+    with while_recording(torch.cuda.synchronize):
+        ours = answered("graph", do_sample=True)
+    assert ours.stats.decoding.engine == "eager" and "cannot be recorded" in ours.stats.decoding.reason
+    assert torch.equal(ours.sequences, answered("eager", do_sample=True).sequences)
+    assert answered("graph").stats.decoding.engine == "graph"

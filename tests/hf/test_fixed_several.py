@@ -9,11 +9,14 @@ import torch
 
 import kvsieve
 from codecs_of_tests import Formats
+from drafted import drafted
 from interpreted import interpreted
 from kvsieve.core.codes import CodeFormat
+from kvsieve.hf.drafts.views import checked_view, view_drafter
 from kvsieve.hf.forward.request import PassRequest
+from oracle import let_drafts_know
 from small import plan_of, recorder_stand_in
-from tiny import tiny_prompt
+from tiny import greedy, tiny_prompt
 from tiny_models import build
 
 CODEC = Formats(of_keys=CodeFormat(8, "channel"), of_values=CodeFormat(8, "token", 16), block=16, tail=4)
@@ -121,3 +124,35 @@ def test_a_cache_has_a_few_recordings():
     passes = cache.turn.record.passes
     assert (passes.captures, passes.fixed) == (6, 30)
     assert passes.reason == "passes of 6 other numbers of tokens are recorded"
+
+
+@pytest.mark.parametrize("name", ["full", "snapkv"])
+def test_drafts_of_an_answer_are_verified_by_one_recording(monkeypatch, name):
+    """Passes with fewer drafts are filled up, those of the answer's last tokens too."""
+    ids = tiny_prompt(1, 60, seed=3)
+    options = greedy(max_new_tokens=30)
+    with recorder_stand_in(), kvsieve.attach(model(torch.float64), planned(name), decode="graph") as sieve:
+        plain = sieve.generate(ids, **options)
+        let_drafts_know(monkeypatch, plain.sequences.tolist())
+        ours = sieve.generate(ids, draft="lookup:tokens=6", **options)
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    assert ours.stats.drafts.accepted > 10
+    passes = ours.cache.turn.record.passes
+    assert (passes.captures, passes.eager, passes.reason) == (1, 1, "a first pass of 7 tokens is run eagerly")
+
+
+def test_drafts_by_a_copy_of_the_cache_are_recorded():
+    ids = tiny_prompt(1, 60, seed=3)
+    with recorder_stand_in(), kvsieve.attach(model(torch.float32), planned("full"), decode="graph") as sieve:
+        plan = checked_view("snapkv:budget=24:window=4:floor=0", sieve)
+        drafters = []
+
+        def opened(cache):
+            drafters.append(view_drafter(sieve, cache, plan))
+            drafters[0].close = lambda: None
+            return drafters[0]
+
+        with torch.no_grad():
+            drafted(sieve, ids, 12, opened)
+    passes = drafters[0]._passes.cache.turn.record.passes
+    assert passes.fixed > passes.eager

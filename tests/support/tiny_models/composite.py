@@ -186,7 +186,7 @@ COMPOSITE: tuple[Family, ...] = (
         | MLP_TYPES
         | INDEXED
         | {"qk_rope_head_dim": 0, "linear_head_dim": 16, "linear_num_heads": 2}
-        | {"layer_types": ["linear_attention", "indexed_attention"] * 2},
+        | {"layer_types": ["linear_attention", "full_attention"] * 2},
         _GLM_IDS | {"vision_config": _QWEN_TOWER | {"projection_intermediate_size": 32}},
         since="5.17",
     ),

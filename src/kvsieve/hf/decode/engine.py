@@ -97,6 +97,11 @@ class Engine:
         one = self._fused
         return (0, 0, 0) if one is None else (one.modules, one.linear_layers, one.narrow_bytes)
 
+    @property
+    def records(self) -> bool:
+        """True if passes are recorded, as far as nothing about them is against it."""
+        return self.asked in RECORDERS and self.refusal is None
+
     def look(self) -> None:
         """Look for weights that were written to since they were copied, in ways that torch does not count.
 
@@ -111,7 +116,7 @@ class Engine:
         """Replace the decoder's forward, if that is useful; `remove` restores it."""
         if self._fused is not None:
             self._fused.install()
-        if self.asked in RECORDERS and self.refusal is None:
+        if self.records:
             self.decoder.forward = functools.wraps(self._forward)(functools.partial(self._dispatch))
 
     def remove(self) -> None:
@@ -201,8 +206,8 @@ class Engine:
             raise Refused("latent attention, whose queries kvsieve makes of the model's own")
         if cache.turn.reordered:
             raise Refused("rows change places between tokens (beams)")
-        if session.request.plan is not None:
-            raise Refused("a pass of the plan's own")
+        if session.request.plan not in (None, cache.owner.plan):
+            raise Refused("a pass of another plan than the cache's")
         if isinstance(session, AnswerSession):
             check_several(session)
         check_plan(session)

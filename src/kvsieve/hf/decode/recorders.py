@@ -35,7 +35,11 @@ class Graphs:
                 run()
             before.wait_stream(aside)
             graph = torch.cuda.CUDAGraph()
-            with _uncollected(), torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            with (
+                _uncollected(),
+                _restored(before),
+                torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
+            ):
                 out = run()
 
         def replay() -> Tensor:
@@ -55,6 +59,19 @@ def _uncollected() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+@contextlib.contextmanager
+def _restored(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Restore the stream and the random generator if a recording fails, which leaves both as if it went on."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    state = generator.clone_state()
+    try:
+        yield
+    except BaseException:
+        torch.cuda.set_stream(stream)
+        generator.graphsafe_set_state(state)
+        raise
 
 
 # Records a pass: runs it at least once, and returns a function that replays it.

@@ -111,6 +111,13 @@ class DraftedAnswer:
                     self._rows[row].took(steps.ids[row, -count:].tolist())
         return steps.output(self._cache)
 
+    @property
+    def _is_recorded(self) -> bool:
+        """True if passes over several tokens are recorded: their layers do nothing but append."""
+        plan = self._model.plan
+        acts = plan.codec is not None or (plan.evict is not None and plan.evict.when.steps is not None)
+        return self._model.engine.records and plan.read is None and not (acts or self._cache.has_state)
+
     @contextlib.contextmanager
     def _opened(self, first: list[int]) -> Iterator[None]:
         """Open the drafts of rows with these first tokens, and add up their counts at the end."""
@@ -156,6 +163,8 @@ class DraftedAnswer:
             found = self._model.feed(self._cache, ids[:, -1:], mask, logits=1).logits
             assert found is not None
             return found, drafts, None
+        # Passes of equal size share one recording.
+        size = min(self._draft.tokens, ahead - 1) if self._is_recorded else size
         # Rows with fewer drafts are fed any token; it is never accepted.
         last = ids[:, -1].tolist()
         fed = [row + [last[at]] * (size - len(row)) for at, row in enumerate(drafts)]
