@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +18,9 @@ import kvsieve
 from forked import forked
 from kvsieve.errors import KvsieveError, KvsieveWarning
 from kvsieve.models import ModelLoadError
-from kvsieve.models.packed import load_packed, packed_dir
+from kvsieve.models.packed import packed_dir
 from kvsieve.models.packed.blocks import pack
-from kvsieve.models.packed.file import Packing
+from kvsieve.models.packed.file import PackingPass
 from kvsieve.models.quantized import QuantizedEmbedding, QuantizedLinear, weight_bytes
 from tiny_models import build
 from toy_words import word_tokenizer
@@ -39,9 +40,15 @@ FAMILIES = {
 PROMPT = torch.arange(3, 83)[None]
 
 
+def keep_in(monkeypatch, folder):
+    """Keep packed files in a folder; compiled kernels stay in the cache of all tests."""
+    for module in ("packed.load", "fetch"):
+        monkeypatch.setattr(f"kvsieve.models.{module}.cache_dir", lambda: folder)
+
+
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("KVSIEVE_CACHE", str(tmp_path / "cache"))
+    keep_in(monkeypatch, tmp_path / "cache")
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +76,7 @@ def folder(saved, tmp_path):
 
 
 def load(folder, weights="int4", dtype=torch.float32):
-    return load_packed(str(folder), dtype, weights)[0]
+    return kvsieve.models.load(folder, dtype, "cpu", weights)[0]
 
 
 def files():
@@ -210,7 +217,7 @@ def test_a_damaged_file_is_packed_anew(folder, saved, damage):
 
 
 def test_a_killed_writer_leaves_nothing(folder, monkeypatch):
-    write = Packing._write
+    write = PackingPass._write
 
     def killed(packing, name, tensor):
         if len(packing.written) == 5:
@@ -218,7 +225,7 @@ def test_a_killed_writer_leaves_nothing(folder, monkeypatch):
         write(packing, name, tensor)
 
     def child(tell):
-        monkeypatch.setattr(Packing, "_write", killed)
+        monkeypatch.setattr(PackingPass, "_write", killed)
         load(folder)
 
     with forked(child) as (process, _):
@@ -233,7 +240,7 @@ def test_a_full_disk_and_a_closed_folder_are_told(folder, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Packing, "_write", full)
+        patch.setattr(PackingPass, "_write", full)
         with pytest.raises(ModelLoadError, match="No space left.*make room, or set KVSIEVE_CACHE"):
             load(folder)
     with monkeypatch.context() as patch:
@@ -241,7 +248,7 @@ def test_a_full_disk_and_a_closed_folder_are_told(folder, monkeypatch):
         with pytest.raises(ModelLoadError, match="GB are needed"):
             load(folder)
     assert files() == []
-    monkeypatch.setenv("KVSIEVE_CACHE", "/dev/null/nowhere")
+    keep_in(monkeypatch, Path("/dev/null/nowhere"))
     with pytest.raises(ModelLoadError, match="cannot write to the cache directory"):
         load(folder)
 
@@ -268,7 +275,7 @@ def test_tied_weights_that_differ_are_refused(folder):
         load(folder)
 
 
-def test_what_cannot_be_packed_is_refused(folder, tmp_path):
+def test_what_cannot_be_packed_is_refused(folder, monkeypatch):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(ModelLoadError, match=r"quantized already \(gptq\)"):
@@ -276,11 +283,9 @@ def test_what_cannot_be_packed_is_refused(folder, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelLoadError, match="float32 or bfloat16, got dtype torch.float16"):
         load(folder, dtype=torch.float16)
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ModelLoadError, match="leave weights='int4' out"):
-        load(tmp_path / "model.gguf")
-    with pytest.raises(KvsieveError, match="cannot be saved"):
-        load(folder).save_pretrained(tmp_path / "copy")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelLoadError, match=r"package gguf; run `pip install 'kvsieve\[gguf\]'`"):
+        load(folder)
 
 
 def test_what_stays_as_it_is_is_told(saved):
@@ -307,11 +312,12 @@ def test_plans_run_on_it(saved, dtype):
         assert result.stats.applied, name
 
 
-def test_linear_layers_only(saved):
-    """The model is transformers' own otherwise: configuration, generation, names of modules."""
-    model, tokenizer = load_packed(str(saved("llama")), "auto", "int8")
+def test_the_model_is_transformers_own_otherwise(saved, tmp_path):
+    model, tokenizer = kvsieve.models.load(saved("llama"), "checkpoint", "cpu", "int8")
     plain = build("llama", **SHAPE)
     assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
     assert model.config.to_dict()["hidden_size"] == 256 and "quantization_config" not in model.config.to_dict()
     assert not model.is_quantized and tokenizer.padding_side == "left"
-    assert all(type(part) is not nn.Linear for part in model.modules())
+    assert model.dtype == torch.float32 and all(type(part) is not nn.Linear for part in model.modules())
+    with pytest.raises(KvsieveError, match="cannot be saved"):
+        model.save_pretrained(tmp_path / "copy")

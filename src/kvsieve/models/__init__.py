@@ -53,12 +53,14 @@ def load(
     device = torch.device(default_device() if device is None else device)
     if dtype == "auto":
         dtype = auto_dtype(device).dtype
-    if weights not in (None, "expand"):
+    if weights is not None and weights != "expand":
         from kvsieve.models.packed import load_packed
 
         name = str(demo.demo_checkpoint()) if model_id_or_dir is None else os.fspath(model_id_or_dir)
         check_packing(name, weights, device.type)
-        return load_packed(name, "auto" if dtype == "checkpoint" else dtype, weights)
+        tokenizer = load_tokenizer(name)
+        _prepare(tokenizer)
+        return load_packed(name, "auto" if dtype == "checkpoint" else dtype, weights), tokenizer
     if model_id_or_dir is None:
         model, tokenizer = demo.load_demo(torch.bfloat16 if dtype == "checkpoint" else dtype)
     elif keeps_blocks(os.fspath(model_id_or_dir), weights, device.type):

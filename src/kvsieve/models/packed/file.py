@@ -17,7 +17,7 @@ from kvsieve.models.packed.layout import Layout, layout_of
 _ARCHITECTURE = "kvsieve-packed"
 
 
-class Packing:
+class PackingPass:
     """The pass that writes a checkpoint's packed weights into a new file.
 
     Args:
@@ -110,4 +110,4 @@ class Packing:
         self.written.add(name)
 
 
-__all__ = ["Packing"]
+__all__ = ["PackingPass"]

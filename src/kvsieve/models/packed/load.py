@@ -18,7 +18,7 @@ from kvsieve.models.source import check_weights, checkpoint_source, load_error
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from kvsieve.kernels.cpu.quantized import QuantizedMatrix
     from kvsieve.models.packed.hooks import Pass
@@ -34,10 +34,8 @@ _SAMPLE = 4096
 _SHARE = 0.05
 
 
-def load_packed(
-    name: str, dtype: torch.dtype | str, weights: Weights
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a checkpoint on the CPU with packed weights, and its tokenizer.
+def load_packed(name: str, dtype: torch.dtype | str, weights: Weights) -> PreTrainedModel:
+    """Load a checkpoint on the CPU, in eval mode, with packed weights.
 
     The first call packs one tensor at a time into a file of `packed_dir`. Later calls map that file and read only the
     rest of the checkpoint. A changed checkpoint is packed anew, a damaged file too, with a warning.
@@ -49,22 +47,21 @@ def load_packed(
 
     Raises:
         ModelNotFoundError: no such checkpoint.
-        ModelLoadError: the checkpoint is quantized already, is a GGUF file, has no layer that can be packed or does not
-            load; or the cache directory cannot be written.
+        ModelLoadError: the checkpoint is quantized already, has no layer that can be packed or does not load; or the
+            cache directory cannot be written.
     """
     source, options = checkpoint_source(name)
     check_weights(name)
     _refuse(name, source, options, weights)
     path = packed_dir() / f"{Path(source).name}-{weights}-{_identity(source, options, weights)}.gguf"
-    job = _Job(name, source, options, weights, path)
+    checkpoint = _Checkpoint(name, source, options, weights, path)
     matrices = _opened(path)
     try:
-        model = job.mapped(job.packed() if matrices is None else matrices, dtype)
+        return checkpoint.mapped(checkpoint.packed() if matrices is None else matrices, dtype)
     except _OtherLayoutError:
         warnings.warn(f"kvsieve: packing weights anew: {path} has others than its model", stacklevel=3)
         path.unlink(missing_ok=True)
-        model = job.mapped(job.packed(), dtype)
-    return model, job.tokenizer()
+        return checkpoint.mapped(checkpoint.packed(), dtype)
 
 
 def packed_dir() -> Path:
@@ -76,7 +73,7 @@ class _OtherLayoutError(Exception):
     """A file of packed weights other than those that a model has."""
 
 
-class _Mapping:
+class _MappingPass:
     """The pass that loads a model around packed weights."""
 
     takes = False
@@ -107,7 +104,7 @@ class _Mapping:
         raise AssertionError
 
 
-class _Job:
+class _Checkpoint:
     """One checkpoint to load. name: as given; source, options: of `checkpoint_source`; path: of its packed file."""
 
     def __init__(self, name: str, source: str, options: dict[str, Any], weights: Weights, path: Path) -> None:
@@ -121,13 +118,13 @@ class _Job:
         """Pack the checkpoint into the file, unless another process has, and map it. Raises ModelLoadError."""
         import torch
 
-        from kvsieve.models.packed.file import Packing
+        from kvsieve.models.packed.file import PackingPass
 
         with scratch_dir() as folder:
             if (found := _opened(self.path)) is not None:
                 return found
             print(f"kvsieve: packing {self.name} as {self.weights}, once, into {self.path}", file=sys.stderr)
-            packing = Packing(folder / self.path.name, self.weights)
+            packing = PackingPass(folder / self.path.name, self.weights)
             try:
                 # Numbers of 16 bits are exact in float32.
                 self.model(torch.float32, packing)
@@ -145,7 +142,7 @@ class _Job:
 
     def mapped(self, matrices: dict[str, QuantizedMatrix], dtype: torch.dtype | str) -> PreTrainedModel:
         """Return the model over mapped weights. Raises ModelLoadError, and _OtherLayoutError."""
-        mapping = _Mapping(matrices, self.weights)
+        mapping = _MappingPass(matrices, self.weights)
         model: Any = self.model(dtype, mapping)
         plain = sum(mapping.plain.values())
         if plain > _SHARE * (plain + sum(matrix.nbytes for matrix in matrices.values())):
@@ -174,18 +171,6 @@ class _Job:
         except Exception as exc:
             raise load_error(f"cannot load {self.name!r}", self.options, exc) from exc
 
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(self.source, **self.options)
-        except Exception as exc:
-            raise load_error(f"cannot load the tokenizer of {self.name!r}", self.options, exc) from exc
-        tokenizer.padding_side = "left"
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        return tokenizer
-
 
 def _refuse(name: str, source: str, options: dict[str, Any], weights: Weights) -> None:
     """Raise ModelLoadError for checkpoints that cannot be packed."""
@@ -193,8 +178,6 @@ def _refuse(name: str, source: str, options: dict[str, Any], weights: Weights) -
 
     from transformers import AutoConfig
 
-    if "gguf_file" in options:
-        raise ModelLoadError(f"{name!r} stays in the blocks that it has on disk: leave weights={weights!r} out")
     if importlib.util.find_spec("gguf") is None:
         raise ModelLoadError(f"weights={weights!r} needs the package gguf; run `pip install 'kvsieve[gguf]'`")
     try:
