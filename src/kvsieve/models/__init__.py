@@ -72,31 +72,53 @@ def load(
 
 
 def _load_blocks(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from kvsieve.models.gguf.file import GgufFile
     from kvsieve.models.gguf.load import load_blocks
+    from kvsieve.models.gguf.tokenizer import generation_of, tokenizer_of
 
-    tokenizer = load_tokenizer(name)
-    _prepare(tokenizer)
-    return load_blocks(name, dtype), tokenizer
+    checkpoint_source(name)
+    file = GgufFile(name)
+    tokenizer = tokenizer_of(file)
+    model = load_blocks(name, dtype)
+    model.generation_config = generation_of(file, tokenizer)
+    return model, tokenizer
+
+
+def _load_expanded(name: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from transformers import AutoModelForCausalLM
+
+    from kvsieve.models.gguf.config import expanded_config
+    from kvsieve.models.gguf.file import GgufFile
+    from kvsieve.models.gguf.tokenizer import generation_of, tokenizer_of
+
+    source, options = checkpoint_source(name)
+    file = GgufFile(name)
+    tokenizer = tokenizer_of(file)
+    config = expanded_config(file)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype, **options)
+    except Exception as exc:
+        raise load_error(f"cannot load {name!r}", options, exc) from exc
+    model.generation_config = generation_of(file, tokenizer)
+    return model.eval(), tokenizer
 
 
 def _load_any(name: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source, options = checkpoint_source(name)
+    if "gguf_file" in options:
+        return _load_expanded(name, dtype)
     check_weights(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
     except Exception as exc:
         raise load_error(f"cannot load {name!r}", options, exc) from exc
-    _prepare(tokenizer)
-    return model.eval(), tokenizer
-
-
-def _prepare(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    return model.eval(), tokenizer
 
 
 def load_tokenizer(model_id_or_dir: str | None) -> PreTrainedTokenizerBase:
@@ -105,6 +127,11 @@ def load_tokenizer(model_id_or_dir: str | None) -> PreTrainedTokenizerBase:
     from kvsieve.models import demo
 
     source, options = checkpoint_source(str(demo.demo_checkpoint()) if model_id_or_dir is None else model_id_or_dir)
+    if "gguf_file" in options:
+        from kvsieve.models.gguf.file import GgufFile
+        from kvsieve.models.gguf.tokenizer import tokenizer_of
+
+        return tokenizer_of(GgufFile(os.path.join(source, options["gguf_file"])))
     try:
         return AutoTokenizer.from_pretrained(source, **options)
     except Exception as exc:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvsieve.errors import short
 from kvsieve.models.fetch import ModelLoadError
+from kvsieve.models.gguf.corrections import correct
 from kvsieve.models.gguf.file import GgufFile
 
 if TYPE_CHECKING:
@@ -17,10 +18,11 @@ _WORDS = "tokenizer.ggml.tokens"
 
 
 def read_settings(file: GgufFile) -> dict[str, Any]:
-    """Return a configuration's settings, under the names of transformers.
+    """Return a configuration's settings, under the names of transformers, corrected (`corrections`).
 
     Raises:
-        ModelLoadError: transformers does not map the architecture, or the file lacks a key.
+        ModelLoadError: transformers does not map the architecture, or the file lacks a key or has one that cannot be
+            honoured.
     """
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -38,7 +40,7 @@ def read_settings(file: GgufFile) -> dict[str, Any]:
     words = file.count(_WORDS)
     if words and f"{file.architecture}.vocab_size" not in file:
         settings["vocab_size"] = words
-    return settings
+    return correct(settings, file)
 
 
 def make_config(settings: dict[str, Any]) -> PreTrainedConfig:
@@ -53,4 +55,13 @@ def make_config(settings: dict[str, Any]) -> PreTrainedConfig:
         raise ModelLoadError(f"cannot make a configuration of type {short(kind)}: {error}") from error
 
 
-__all__ = ["make_config", "read_settings"]
+def expanded_config(file: GgufFile) -> PreTrainedConfig | None:
+    """Return the configuration to expand a file with; None for the architectures that transformers reads by itself."""
+    try:
+        from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+    except ImportError:  # before 5.24
+        GGUF_CONFIG_ARCHS = {}
+    return None if file.architecture in GGUF_CONFIG_ARCHS else make_config(read_settings(file))
+
+
+__all__ = ["expanded_config", "make_config", "read_settings"]

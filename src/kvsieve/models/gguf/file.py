@@ -117,8 +117,12 @@ class GgufFile:
         return self.memory[tensor.start : tensor.start + tensor.nbytes].view(*tensor.shape[:-1], -1)
 
     def write_header(self, path: Path) -> None:
-        """Write a GGUF file of the same keys and tensor names, with two words for a vocabulary and no weights."""
-        keys = {key: self._bytes[start:end] for key, (_, _, start, end) in self._places.items()}
+        """Write a GGUF file of the same keys and tensor names, with two words for a vocabulary and no weights.
+
+        Keys of rotary scaling are left out: transformers reads them wrongly or not at all (`corrections`).
+        """
+        places = {key: place for key, place in self._places.items() if ".rope.scaling." not in key}
+        keys = {key: self._bytes[start:end] for key, (_, _, start, end) in places.items()}
         keys |= {key: _texts(key, ["a", "b"]) for key in _VOCABULARY if key in keys}
         names = [struct.pack("<Q", len(name.encode())) + name.encode() for name in self.tensors]
         header = [_MAGIC, struct.pack("<IQQ", _VERSIONS[-1], len(names), len(keys)), *keys.values()]
