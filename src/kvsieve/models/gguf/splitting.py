@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Splitting(NamedTuple):
-    """How a vocabulary's text is split.
+    """Rule by which a vocabulary's text is split.
 
     Args:
         patterns: regular expressions; matches become pieces, and so does the text between them.
