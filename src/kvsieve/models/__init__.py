@@ -115,10 +115,14 @@ def _load_any(name: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel, Pre
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
     except Exception as exc:
         raise load_error(f"cannot load {name!r}", options, exc) from exc
+    _prepare(tokenizer)
+    return model.eval(), tokenizer
+
+
+def _prepare(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return model.eval(), tokenizer
 
 
 def load_tokenizer(model_id_or_dir: str | None) -> PreTrainedTokenizerBase:
