@@ -69,14 +69,14 @@ def correct(settings: dict[str, Any], file: GgufFile) -> dict[str, Any]:
     if kind not in _ROTARY and kind not in _SETTINGS:
         return settings
     try:
-        return _corrected(dict(settings), _Keys(file), kind)
+        return _corrected(dict(settings), _ArchitectureKeys(file), kind)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ModelLoadError(
             f"{file.path} cannot be loaded: a key of its architecture is no number that fits ({error})"
         ) from error
 
 
-def _corrected(settings: dict[str, Any], keys: _Keys, kind: str) -> dict[str, Any]:
+def _corrected(settings: dict[str, Any], keys: _ArchitectureKeys, kind: str) -> dict[str, Any]:
     honoured = _SETTINGS.get(kind, {})
     for key, setting in honoured.items():
         if key in keys:
@@ -95,7 +95,7 @@ def _corrected(settings: dict[str, Any], keys: _Keys, kind: str) -> dict[str, An
     return settings
 
 
-class _Keys:
+class _ArchitectureKeys:
     """A file's keys without the name of its architecture."""
 
     def __init__(self, file: GgufFile) -> None:
@@ -125,7 +125,7 @@ class _Keys:
         return [float(number) for number in self.file.rows(tensor).flatten().view(torch.float32).tolist()]
 
 
-def _set_head(settings: dict[str, Any], keys: _Keys, kind: str) -> int:
+def _set_head(settings: dict[str, Any], keys: _ArchitectureKeys, kind: str) -> int:
     """Set the size of a head and the scale of attention; return the size."""
     head = keys.get("attention.key_length") or settings.get("head_dim")
     head = int(head or keys.get("embedding_length", 0) // max(1, keys.get(_HEADS, 1)))
@@ -144,7 +144,7 @@ def _set_head(settings: dict[str, Any], keys: _Keys, kind: str) -> int:
     return head
 
 
-def _set_windows(settings: dict[str, Any], keys: _Keys, kind: str) -> None:
+def _set_windows(settings: dict[str, Any], keys: _ArchitectureKeys, kind: str) -> None:
     window = keys.get("attention.sliding_window", 0)
     window = window if 0 < window < keys.get("context_length", 1 << 62) else None
     if kind in _WINDOW:
@@ -163,7 +163,7 @@ def _set_windows(settings: dict[str, Any], keys: _Keys, kind: str) -> None:
         settings["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
 
 
-def _set_rotation(settings: dict[str, Any], keys: _Keys, kind: str, head: int) -> None:
+def _set_rotation(settings: dict[str, Any], keys: _ArchitectureKeys, kind: str, head: int) -> None:
     theta = keys.get("rope.freq_base", 10000.0)
     rotation = {"rope_type": "default", "rope_theta": theta, **_scaling(keys, kind, theta)}
     turned = keys.get("rope.dimension_count", head)
@@ -187,7 +187,7 @@ def _set_rotation(settings: dict[str, Any], keys: _Keys, kind: str, head: int) -
         settings.pop(name, None)
 
 
-def _scaling(keys: _Keys, kind: str, theta: float) -> dict[str, Any]:
+def _scaling(keys: _ArchitectureKeys, kind: str, theta: float) -> dict[str, Any]:
     """Return how a file scales rotary frequencies, in the words of transformers; {} if it does not."""
     named = keys.get("rope.scaling.type")
     factor = keys.get("rope.scaling.factor", keys.get("rope.scale_linear", 0)) or 1.0
@@ -216,7 +216,7 @@ def _scaling(keys: _Keys, kind: str, theta: float) -> dict[str, Any]:
     return {"rope_type": "linear", "factor": factor}
 
 
-def _by_divisors(keys: _Keys, divisors: list[float], theta: float) -> dict[str, Any]:
+def _by_divisors(keys: _ArchitectureKeys, divisors: list[float], theta: float) -> dict[str, Any]:
     """Return the rule of Llama 3 whose divisors of frequencies are these; the file has nothing else of it."""
     factor = max(divisors)
     low, high, length = 1.0, 4.0, 8192
