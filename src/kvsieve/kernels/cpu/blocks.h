@@ -15,6 +15,16 @@ INLINE int64_t block_bytes(int64_t kind) {
     return kind == BF16 ? 2 : bytes[kind];
 }
 
+typedef struct {
+    const uint8_t *data;
+    const int64_t *order;              // [width], where rows of the weight are among those of the data; null: as they are
+    int64_t width, inner, kind, bytes; // bytes: of a row
+} Matrix;
+
+INLINE const uint8_t *row_at(const Matrix *matrix, int64_t row) {
+    return matrix->data + (matrix->order ? matrix->order[row] : row) * matrix->bytes;
+}
+
 INLINE float scale_at(const uint8_t *at) {
     Float16 x;
     memcpy(&x, at, sizeof x);

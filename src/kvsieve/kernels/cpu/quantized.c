@@ -1,21 +1,12 @@
 // Weights in GGUF's blocks: their rows as numbers, and products of a few tokens with them. Sums are of float32.
 #include "tiles.h"
 #include "blocks.h"
+#include "integers.h"
 
 // Numbers of a row that become float32 at a time, which stay in the nearest cache: whole blocks of every type.
 #define SOME 1024
 // Rows of x, at most, for which a row of the weight is unpacked once.
 #define MOST 32
-
-typedef struct {
-    const uint8_t *data;
-    const int64_t *order;              // [width], where rows of the weight are among those of the data; null: as they are
-    int64_t width, inner, kind, bytes; // bytes: of a row
-} Matrix;
-
-INLINE const uint8_t *row_at(const Matrix *matrix, int64_t row) {
-    return matrix->data + (matrix->order ? matrix->order[row] : row) * matrix->bytes;
-}
 
 INLINE const uint8_t *numbers_at(const Matrix *matrix, const uint8_t *row, int64_t from) {
     return row + from / SIZE(matrix->kind) * block_bytes(matrix->kind);
@@ -131,12 +122,25 @@ int64_t multiply(const Matrix *matrix, const void *bias, const void *x, void *ou
                  int64_t threads) {
     Weight target = {.bias = bias, .width = matrix->width, .dim = matrix->inner, .form = half ? HALVES : FLOATS};
     Tokens tokens = {.rows = rows};
-    float *made = tokens_of(x, matrix->inner, half, &tokens);
+    void *made = 0;
+#if WITH_INTEGERS
+    Pairs pairs;
+    int is_integers = in_integers(matrix->kind);
+    if (is_integers) made = pairs_of(matrix, x, rows, half, &pairs);
+    else
+#endif
+        made = tokens_of(x, matrix->inner, half, &tokens);
     if (!made) return 0;
     int64_t wide = matrix->width, turn = turn_of(wide, rows, threads);
 #pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1 && wide * matrix->bytes > MANY)
-    for (int64_t from = 0; from < wide; from += turn)
-        rows_of(matrix, &target, &tokens, out, from, from + turn < wide ? from + turn : wide);
+    for (int64_t from = 0; from < wide; from += turn) {
+        int64_t to = from + turn < wide ? from + turn : wide;
+#if WITH_INTEGERS
+        if (is_integers) integer_rows(matrix, &target, &pairs, out, from, to);
+        else
+#endif
+            rows_of(matrix, &target, &tokens, out, from, to);
+    }
     free_lines(made);
     return 1;
 }
