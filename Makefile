@@ -23,7 +23,7 @@ ROUNDS ?= 7
 PEERS := snapkv,adakv
 BESIDE = $(if $(PEER),--peer-python $(PEER) --peer-methods $(PEERS))
 
-.PHONY: demo test test-lowest test-newest quick lint types bench profile paper-fastkv paper-asl paper-lagkv paper-rocketkv paper-claims evidence codecs leval retained widths docs site test-vllm test-versions clean
+.PHONY: demo test test-lowest test-newest quick lint types bench profile paper-fastkv paper-asl paper-lagkv paper-rocketkv paper-claims evidence codecs leval retained widths weights docs site test-vllm test-versions clean
 
 demo: $(VENV)/.ready
 	$(BIN)/kvsieve demo
@@ -86,6 +86,12 @@ retained: $(VENV)/.ready
 # Pooling kernels: short and long answers, one fact and several.
 widths: $(VENV)/.ready
 	$(BIN)/kvsieve eval $(MODEL) --grid $(GRIDS)/widths.toml --out $(OWN)/widths --resume
+
+# Weights of a GGUF file in blocks, and expanded: make weights MODEL=checkpoint GGUF=file.gguf DATA=data/leval.
+weights: $(VENV)/.ready
+	$(BIN)/kvsieve eval $(GGUF) --grid $(GRIDS)/weights.toml --data $(DATA) --out $(OWN)/weights_blocks --resume
+	$(BIN)/kvsieve eval $(GGUF) --weights expand --grid $(GRIDS)/weights.toml --data $(DATA) --out $(OWN)/weights_expanded --resume
+	$(BIN)/python benchmarks/answers/identical_weights.py $(GGUF) --data $(DATA)
 
 # The plugin on vLLM itself, in an environment of its own: vLLM pins torch and transformers. VLLM_TESTS=--quick is the
 # short form that .ci/run takes.

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.evidence import MODELS, RESULTS, Evidence, described, evidence, provenance
+from benchmarks.evidence import rows as samples_of
 from benchmarks.toys.tables import filled, markdown, summary
 from kvsieve.planning.profiles import load_profile, shipped_profiles
 from kvsieve.report.plot_style import PNG_DPI, new_figure, style
@@ -49,6 +50,13 @@ DRAFTED_TASKS = {
     "table": "rows of a table as JSON",
     "summary": "summarize",
     "free": "write a story",
+}
+# Engines of benchmarks/speed/weights.py in words.
+ENGINES = {
+    "blocks": "kvsieve, file in blocks",
+    "bfloat16": "kvsieve, expanded to bfloat16",
+    "llama.cpp": "llama.cpp, compiled for this processor",
+    "llama.cpp, wheel": "llama.cpp, a wheel for all processors",
 }
 SHOWN = {"transformers": "transformers", "full": "kvsieve, full KV"}
 COLOURS = {
@@ -105,7 +113,11 @@ def main() -> None:
 def pages(found: list[Evidence]) -> dict[Path, dict[str, str]]:
     """Generated parts of each page by the name of their mark."""
     return {
-        ROOT / "README.md": {"measured": summary_table(found[0]), "peers": peers_table()},
+        ROOT / "README.md": {
+            "measured": summary_table(found[0]),
+            "weights": weights_table(4096),
+            "peers": peers_table(),
+        },
         ROOT / "docs" / "choosing.md": {
             "models": "\n".join(f"- {described(each.name)}" for each in found),
             "use": use_table(found[0]),
@@ -420,6 +432,86 @@ def peers_table() -> str:
     tokens = [f"{length:,} tokens{more}" for (_, length), more in zip(places, clients, strict=True)]
     head = ["server", *(f"{each}: {what}" for each in tokens for what in ("first", "each later")), "GiB", "rounds"]
     return f"{said} over kvsieve's in the same round:\n\n{markdown(head, lines)}"
+
+
+def weights_measured(one: Evidence) -> str:
+    """Return what was measured of weights in blocks, without the parts that were not."""
+    parts = weights_table(), weights_identical(), weights_scores(one), weights_large()
+    return "\n\n".join(part for part in parts if part) or "Not measured."
+
+
+def weights_table(length: int | None = None) -> str:
+    """Times and memory of GGUF files by engine (benchmarks/speed/weights.py). length: of the prompts; None for all."""
+    file = RESULTS / "weights_speed.json"
+    if not file.exists():
+        return ""
+    report = json.loads(file.read_text())
+    lines = []
+    for kind, found in report["files"].items():
+        rows = [row for row in found["summary"] if length in (None, row["tokens"])]
+        for row in sorted(rows, key=lambda row: (row["tokens"], list(ENGINES).index(row["engine"]))):
+            cells = [kind, ENGINES[row["engine"]], f"{row['ttft_s']:.1f}", f"{1000 * row['tpot_s']:.0f}"]
+            cells.append(f"{row['peak_bytes'] / MIB:,.0f}" if "peak_bytes" in row else "")
+            for name in ("ttft_s", "tpot_s", "peak_bytes"):
+                blocks = row["engine"] == "blocks" or f"{name}_blocks" not in row
+                cells.append("" if blocks else f"{row[f'{name}_blocks']:.2f}")
+            lines.append([f"{row['tokens']:,}", *cells] if length is None else cells)
+    head = ["file", "engine", "first token, s", "per token, ms", "memory, MiB"]
+    head += ["blocks over it: first token", "per token", "memory"]
+    stamp = report["environments"][-1]
+    rounds = min(row["rounds"] for found in report["files"].values() for row in found["summary"])
+    tokens = "" if length is None else f", {length:,} tokens"
+    said = f"GGUF files of {report['model']} on {stamp['processor']}, {report['threads']} threads{tokens}: medians of"
+    said = f"{said} {rounds} rounds; memory is the resident peak of the process, mapped pages included"
+    return f"{said} (`python benchmarks/speed/weights.py`):\n\n{markdown(head if length else ['tokens', *head], lines)}"
+
+
+def weights_identical() -> str:
+    """The count of answers that blocks have changed (benchmarks/answers/identical_weights.py)."""
+    file = RESULTS / "weights_identical.json"
+    if not file.exists():
+        return ""
+    rows = json.loads(file.read_text())["rows"].values()
+    cases = ", ".join(f"{row['prompts']} under `{row['case']}`" for row in rows)
+    tokens, differing = sum(row["tokens"] for row in rows), sum(len(row["differences"]) for row in rows)
+    return (
+        f"Greedy answers in float32 from blocks and from expanded weights, {cases}: {tokens:,} tokens. "
+        f"Answers that differ: {differing} (`python benchmarks/answers/identical_weights.py`)."
+    )
+
+
+def weights_scores(one: Evidence) -> str:
+    """Mean scores of the same prompts on weights in blocks and on expanded ones, in bfloat16 (`make weights`)."""
+    folders = [one.folder / f"weights_{name}" for name in ("blocks", "expanded")]
+    scores = []
+    for folder in folders:
+        keys = ((row["label"], row["task"], row["sample"], row["score"]) for row in samples_of(folder))
+        scores.append({(label, task, sample): score for label, task, sample, score in keys})
+    lines = []
+    for label in dict.fromkeys(label for label, *_ in scores[0]):
+        for name, wanted in (("RULER", ("needle", "ruler")), ("L-Eval", ("leval",))):
+            both = [key for key in scores[0] if key in scores[1] and key[0] == label and key[1].startswith(wanted)]
+            if both:
+                means = [f"{100 * sum(found[key] for key in both) / len(both):.1f}" for found in scores]
+                same = sum(scores[0][key] == scores[1][key] for key in both)
+                lines.append([f"`{label}`", name, str(len(both)), *means, str(same)])
+    head = ["method", "prompts of", "prompts", "score in blocks", "expanded", "equal scores"]
+    return markdown(head, lines) if lines else ""
+
+
+def weights_large() -> str:
+    """Memory of a file of 7 billion weights on a limited address space (benchmarks/soak/large_file.py)."""
+    file = RESULTS / "weights_large.json"
+    if not file.exists():
+        return ""
+    found = json.loads(file.read_text())
+    size, limit, peak = (found[f"{name}_bytes"] / 1e9 for name in ("file", "limit", "peak"))
+    beyond = peak / size - found["kv_bytes"] / found["file_bytes"]
+    return (
+        f"A file of {size:.1f} GB with the shapes of Mistral-7B, on {limit:.0f} GB of address space: a prompt of "
+        f"{found['prompt']} tokens takes {peak:.2f} GB at the peak, {beyond:.2f} times the file besides its KV "
+        "(`python benchmarks/soak/large_file.py`)."
+    )
 
 
 def profiles_table() -> str:

@@ -8,7 +8,8 @@ The interpreters have xllamacpp (`pip install xllamacpp`: llama.cpp's own server
 OpenVINO GenAI (`pip install openvino-genai`, behind a few lines of HTTP); left out, that server is. All serve one model
 (the demo model if left out) with as many threads: kvsieve and vLLM its checkpoint in bfloat16, llama.cpp a GGUF file in
 which the same weights are bfloat16, OpenVINO one in which they are float16, both made here, and, as "llama.cpp 4-bit",
-the GGUF file that the checkpoint was made of. "kvsieve, one pass" reads prompts without chunks, as the library does.
+the GGUF file that the checkpoint was made of; "kvsieve 4-bit" serves that file too, its weights in blocks. "kvsieve,
+one pass" reads prompts without chunks, as the library does. PyPI's wheel of xllamacpp uses nothing above AVX2.
 OpenVINO reads a prompt in one pass, without a prefix cache, and evicts, where it does, down to the last 128 and a tenth
 of the longest prompt. All servers are started first. Then, in every round, each is
 measured by `kvsieve bench --server` on the same prompts while the others are stopped (SIGSTOP). Told are the medians
@@ -37,6 +38,9 @@ from typing import Any
 
 import httpx
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.gguf_files import converted
 from kvsieve.lab.bench.load import LoadTest, load_test
 from kvsieve.lab.bench.prompts import text_ids
 from kvsieve.lab.client import ServerClient, check_tokenizer_of
@@ -177,41 +181,17 @@ def started(name: str, command: list[str], port: int, log: Path, environment: di
             one.signal(signal.SIGKILL)
 
 
-def widened(source: Path, target: Path, kind: str) -> Path:
-    """Write a GGUF file whose quantized weights are of a kind (F16, BF16), all else as it is; returns its path."""
-    import gguf
-
-    reader = gguf.GGUFReader(source)
-    architecture = str(reader.fields["general.architecture"].contents())
-    writer = gguf.GGUFWriter(target, architecture)
-    for name, each in reader.fields.items():
-        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
-            continue
-        inner = each.types[-1] if each.types[0] == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(name, each.contents(), each.types[0], inner)
-    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
-    wide = gguf.GGMLQuantizationType[kind]
-    for tensor in reader.tensors:
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        if tensor.tensor_type == gguf.GGMLQuantizationType.F32:
-            writer.add_tensor(tensor.name, values)
-            continue
-        writer.add_tensor(tensor.name, gguf.quants.quantize(values, wide), raw_dtype=wide)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return target
-
-
 def contenders(given: argparse.Namespace, folder: Path, stack: contextlib.ExitStack) -> list[Contender]:
     """All servers, started."""
     threads = {"OMP_NUM_THREADS": str(given.threads), "MKL_NUM_THREADS": str(given.threads)}
     rows, size = max(given.clients), max(*given.lengths, 512) + given.new_tokens + 64
     found = []
-    for name, chunk in (("kvsieve", "128"), ("kvsieve, one pass", str(size))):
+    ways = [("kvsieve", given.model, "128"), ("kvsieve, one pass", given.model, str(size))]
+    if given.gguf is not None:
+        ways.append(("kvsieve 4-bit", given.gguf, "128"))
+    for name, model, chunk in ways:
         port = free_port()
-        command = [sys.executable, "-m", "kvsieve", "serve", str(given.model), "--port", str(port), "--chunk", chunk]
+        command = [sys.executable, "-m", "kvsieve", "serve", str(model), "--port", str(port), "--chunk", chunk]
         command += ["--dtype", "bfloat16", "--method", "full", "--allow", "snapkv", "--running", str(rows)]
         found.append(stack.enter_context(started(name, command, port, folder / f"{name}.log", threads)))
     ours = found[0]
@@ -219,7 +199,7 @@ def contenders(given: argparse.Namespace, folder: Path, stack: contextlib.ExitSt
     evicting.extra = {"kv": {"method": "snapkv", "budget": "10%"}}
     found.append(evicting)
     if given.llama_python:
-        wide = widened(given.gguf, folder / "bfloat16.gguf", "BF16")
+        wide = converted(given.gguf, folder / "bfloat16.gguf", "BF16")
         for name, file in (("llama.cpp", wide), ("llama.cpp 4-bit", given.gguf)):
             port = free_port()
             command = [given.llama_python, "-c", LLAMA, str(file), *map(str, (port, given.threads, rows, size))]
@@ -232,7 +212,7 @@ def contenders(given: argparse.Namespace, folder: Path, stack: contextlib.ExitSt
         more = {**threads, "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         found.append(stack.enter_context(started("vLLM", command, port, folder / "vllm.log", more)))
     if given.openvino_python:
-        file = widened(given.gguf, folder / "float16.gguf", "F16")
+        file = converted(given.gguf, folder / "float16.gguf", "F16")
         for name, kept in (("OpenVINO", 0), ("OpenVINO, eviction", max(given.lengths) // 10 // 32 * 32)):
             port = free_port()
             command = [given.openvino_python, "-c", OPENVINO, str(file), *map(str, (port, given.threads, kept))]

@@ -183,7 +183,12 @@ def test_a_page_agrees_with_the_files_it_cites(page):
 def test_numbers_of_the_readme_come_from_files():
     """Measured numbers stand in the generated table or in a paragraph that cites the file they come from."""
     text = (ROOT / "README.md").read_text()
-    for generated in (r"<!-- (?:measured|peers) -->.*?<!-- end -->", r"```.*?```", r"^ {4}.*$", r"^\| `make .*$"):
+    for generated in (
+        r"<!-- (?:measured|weights|peers) -->.*?<!-- end -->",
+        r"```.*?```",
+        r"^ {4}.*$",
+        r"^\| `make .*$",
+    ):
         text = re.sub(generated, "", text, flags=re.S if "?" in generated else re.M)
     for paragraph in text.split("\n\n"):
         measured = QUANTITY.findall(paragraph)
