@@ -40,7 +40,7 @@ TASKS = {
     "stay below 2 GB": Task(
         "| stay below 2 GB of memory |", ("docs/performance.md#peak-memory",), "run", {"memory": 2 << 30}
     ),
-    "4-bit weights": Task("| run 4-bit weights |", ("docs/models.md",), "chat", {"model": "model-q4_k_m.gguf"}),
+    "4-bit weights": Task("| run 4-bit weights |", ("docs/weights.md",), "chat", {"model": "model-q4_k_m.gguf"}),
     "behind nginx": Task(
         "| serve behind nginx |",
         ("docs/serving.md#behind-nginx",),

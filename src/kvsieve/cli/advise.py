@@ -13,6 +13,7 @@ from kvsieve.cli.evaluate import budgets_of
 from kvsieve.cli.loading import (
     DeviceOption,
     DtypeOption,
+    WeightsOption,
     check_device,
     check_loading,
     check_model_name,
@@ -97,6 +98,7 @@ def advise_command(
     ] = None,
     cost_samples: Annotated[int, option(MEASUREMENT, "Timed runs per plan; 0 skips timing")] = 2,
     dtype: DtypeOption = "auto",
+    weights: WeightsOption = None,
     device: DeviceOption = None,
     plot: Annotated[Path | None, option(OUTPUT, "PNG file: loss against memory and time (default: none)")] = None,
     wide: WideOption = False,
@@ -132,14 +134,14 @@ def advise_command(
     options.check(None)
     settings(crossed(specs, *parts), shares or list(BUDGETS))
     material = built_in() if task is None else from_file(task)
-    check_model_name(model)
+    check_model_name(model, weights)
     check_device(device)
     _check_model(model, dtype, device, options)
 
     from kvsieve.lab.advise import advise
     from kvsieve.models.fetch import MODEL_NAME
 
-    loaded, tokenizer = load_model(model, dtype, device)
+    loaded, tokenizer = load_model(model, dtype, device, weights)
     with progress_bar() as progress:
         found = advise(
             loaded,

@@ -16,6 +16,7 @@ from kvsieve.cli.documents import read_documents
 from kvsieve.cli.loading import (
     DeviceOption,
     DtypeOption,
+    WeightsOption,
     check_device,
     check_least,
     check_loading,
@@ -66,6 +67,7 @@ def ask_command(
         str | None, option(MODEL, "Hub id, checkpoint directory or .gguf file (default: the demo model)")
     ] = None,
     dtype: DtypeOption = "auto",
+    weights: WeightsOption = None,
     device: DeviceOption = None,
     csv_file: Annotated[
         str | None, option(OUTPUT, "CSV file with all answers (default: none)", "--csv", metavar="FILE")
@@ -87,11 +89,11 @@ def ask_command(
         check_writable(file, name)
     check_store(store)
     text = read_documents(files)
-    check_model_name(model)
+    check_model_name(model, weights)
     plans = {run.label: run.plan for run in runs}
     check_stored_plans(store, plans.values())
     check_device(device)
-    loaded, tokenizer = load_model(model, dtype, device)
+    loaded, tokenizer = load_model(model, dtype, device, weights)
 
     from kvsieve.lab.eval.ask import Asker
     from kvsieve.models.fetch import MODEL_NAME

@@ -16,6 +16,7 @@ from kvsieve.cli.loading import (
     DecodeOption,
     DeviceOption,
     DtypeOption,
+    WeightsOption,
     check_device,
     check_least,
     check_loading,
@@ -92,6 +93,7 @@ def bench_command(
     ] = None,
     decode: DecodeOption = "auto",
     dtype: DtypeOption = "auto",
+    weights: WeightsOption = None,
     device: DeviceOption = None,
     peer_python: Annotated[
         str | None, option(PEER, "Python interpreter with kvpress, measured in its own process (default: none)")
@@ -137,11 +139,11 @@ def bench_command(
     parts = parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
     presses = parse_peer_methods(peer_methods) if peer_python is not None else []
     python = find_python(peer_python) if peer_python is not None else None
-    check_model_name(model)
+    check_model_name(model, weights)
     drafts = parse_draft(draft)
     named = [make_run("full"), *make_runs(specs, *parts)]
     check_device(device)
-    loaded, tokenizer = load_model(model, dtype, device)
+    loaded, tokenizer = load_model(model, dtype, device, weights)
     from kvsieve.lab.bench.prompts import lengths_of
 
     sizes = lengths_of(loaded, sizes, new_tokens, whole=CONTEXT in texts, fitting=lengths is None)

@@ -14,6 +14,7 @@ from kvsieve.cli.evaluate import names_of
 from kvsieve.cli.loading import (
     DeviceOption,
     DtypeOption,
+    WeightsOption,
     check_device,
     check_least,
     check_loading,
@@ -60,6 +61,7 @@ def calibrate_command(
         int | None, option(MEASUREMENT, "Deepest TSP layer to consider (default: the last but one)")
     ] = None,
     dtype: DtypeOption = "auto",
+    weights: WeightsOption = None,
     device: DeviceOption = None,
     out: Annotated[
         Path | None, option(OUTPUT, "Profile to write, replacing an old one (default: where kvsieve looks for it)")
@@ -77,7 +79,7 @@ def calibrate_command(
     out, plot = (None if path is None else Path(os.path.expanduser(path)) for path in (out, plot))
     check_writable("--out", out)
     check_writable("--plot", plot)
-    check_model_name(model)
+    check_model_name(model, weights)
     options = (Options.quick if quick else Options)(
         parts=tuple(names_of(parts)),
         budget=budget,
@@ -98,7 +100,7 @@ def calibrate_command(
         _make_profiles_dir()
     material = Material(read, "" if text is None else text.name, wanted, count, seed)
     check_device(device)
-    loaded, tokenizer = load_model(model, dtype, device)
+    loaded, tokenizer = load_model(model, dtype, device, weights)
 
     with progress_bar() as progress:
         profile = calibrate(

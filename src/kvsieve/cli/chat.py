@@ -12,6 +12,7 @@ from kvsieve.cli.loading import (
     DecodeOption,
     DeviceOption,
     DtypeOption,
+    WeightsOption,
     check_device,
     check_least,
     check_loading,
@@ -85,6 +86,7 @@ def chat_command(
     decode: DecodeOption = "auto",
     store: StoreOption = None,
     dtype: DtypeOption = "auto",
+    weights: WeightsOption = None,
     device: DeviceOption = None,
     memory: MemoryOption = None,
     save: Annotated[str | None, option(OUTPUT, "File to save the chat to after each turn (default: none)")] = None,
@@ -116,7 +118,7 @@ def chat_command(
     roles, spans = parse_protect(protect or [], system is not None or load is not None)
     check_store(store, protect)
     _check_target(save, force)
-    check_model_name(model)
+    check_model_name(model, weights)
     drafts = parse_draft(draft, memory)
     runs = make_runs([chosen], *parts.values())
     if load is not None:
@@ -135,7 +137,7 @@ def chat_command(
         decode = fitted.decode
         longest = fitted.tokens
     plan = runs[0].plan
-    loaded, tokenizer = load_model(model, dtype, device)
+    loaded, tokenizer = load_model(model, dtype, device, weights)
 
     import torch
 

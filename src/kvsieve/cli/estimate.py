@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvsieve.cli.loading import check_dtype, check_least, check_model_name, refuse_text
+from kvsieve.cli.loading import WeightsOption, check_dtype, check_least, check_model_name, refuse_text
 from kvsieve.cli.options import MEMORY, METHOD, MODEL, PROMPT, ModelArgument, option
 from kvsieve.cli.output import JsonOption, emit_json, print_table, show
 from kvsieve.cli.specs import (
@@ -47,6 +47,7 @@ def estimate_command(
     rest: RestsOption = None,
     prefill: PrefillsOption = None,
     dtype: Annotated[str, option(MODEL, f"Dtype of weights and KV cache: {', '.join(ELEMENT_BYTES)}")] = "bfloat16",
+    weights: WeightsOption = None,
     memory: Annotated[
         int | None,
         option(MACHINE, "Memory for weights and KV cache: 80GiB, adds the largest batch (default: none)", **MEMORY),
@@ -77,10 +78,10 @@ def estimate_command(
     parts = parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
     if not specs:
         raise InputError(f"--method names no method, got {method!r}; write e.g. full,snapkv:budget=10%")
-    check_model_name(model)
+    check_model_name(model, weights)
     runs = make_runs(specs, *parts)
     rates = (matmul_tflops, attention_tflops or matmul_tflops, bandwidth)
-    report = make_report(model, contexts, runs, batch, dtype, memory, rates)
+    report = make_report(model, contexts, runs, batch, dtype, weights, memory, rates)
     if as_json:
         emit_json(report)
     else:
@@ -111,26 +112,32 @@ def make_report(
     runs: list[MethodRun],
     batch: int,
     dtype: str,
+    weights: str | None = None,
     memory: int | None = None,
     rates: tuple[float | None, float | None, float | None] = (None, None, None),
 ) -> dict[str, Any]:
-    """Return a report with units in the key names. rates: TFLOP/s of linear layers and attention, GB/s of memory."""
+    """Return a report with units in the key names.
+
+    weights: their form. rates: TFLOP/s of linear layers and attention, GB/s of memory.
+    """
     from kvsieve.hf.shape import describe_kinds
     from kvsieve.lab.bench import estimate as costs
+    from kvsieve.lab.bench.weight_sizes import weight_sizes
     from kvsieve.models.fetch import MODEL_NAME
     from kvsieve.planning.plans import Plan
     from kvsieve.planning.profiles import Fingerprint
 
     config, shape = _geometry(name, runs)
     size = ELEMENT_BYTES[dtype]
+    sizes = weight_sizes(shape, size, name, weights)
     # Costs hardly depend on the tokenizer, so it is not loaded.
     runs = [_fitted(run, shape, size).for_model(Fingerprint.of_config(config)) for run in runs]
     results = []
     for tokens in contexts:
-        full = costs.estimate(shape, Plan(), tokens, batch=batch, element_bytes=size)
+        full = costs.estimate(shape, Plan(), tokens, batch=batch, element_bytes=size, weights=sizes)
         for run in runs:
-            one = costs.estimate(shape, run.plan, tokens, element_bytes=size)
-            whole = costs.estimate(shape, run.plan, tokens, batch=batch, element_bytes=size)
+            one = costs.estimate(shape, run.plan, tokens, element_bytes=size, weights=sizes)
+            whole = costs.estimate(shape, run.plan, tokens, batch=batch, element_bytes=size, weights=sizes)
             results.append(_result(run, tokens, whole, full, rates))
             if memory is not None:
                 results[-1]["largest_batch"] = costs.largest_batch(one, memory)
@@ -142,6 +149,7 @@ def make_report(
         "layers_hold": describe_kinds(shape.kinds),
         "layer_kinds": [kind.words for kind in shape.kinds],
         "dtype": dtype,
+        "weights": list(sizes.kinds) or dtype,
         "batch": batch,
         "memory_gib": None if memory is None else memory / 2**30,
         "matmul_tflops": rates[0],
@@ -225,7 +233,8 @@ def _notes(config: Any, contexts: list[int], dtype: str) -> list[str]:
 def _print(report: dict[str, Any]) -> None:
     weights = bytes_text(report["results"][0]["weight_bytes"])
     show(f"{report['model']}: {report['parameters'] / 1e9:.3f} B parameters, {report['layers']} layers")
-    show(f"weights {weights} in {report['dtype']}, batch {report['batch']}")
+    blocks = "" if report["weights"] == report["dtype"] else f"blocks of {', '.join(report['weights'])}, computing in "
+    show(f"weights {weights} in {blocks}{report['dtype']}, batch {report['batch']}")
     states = report["results"][0]["state_bytes"]
     of_them = f"; recurrent states {bytes_text(states)}, in KV below, do not grow" if states else ""
     show(f"{report['layers_hold']}{of_them}")

@@ -14,6 +14,7 @@ from kvsieve.cli.drafts import DraftOption, parse_draft
 from kvsieve.cli.loading import (
     DeviceOption,
     DtypeOption,
+    WeightsOption,
     check_device,
     check_least,
     check_loading,
@@ -139,6 +140,7 @@ def eval_command(
     chunk: WholeChunkOption = None,
     draft: DraftOption = None,
     dtype: DtypeOption = "auto",
+    weights: WeightsOption = None,
     device: DeviceOption = None,
     server: ServerOption = None,
     clients: Annotated[str, option(SERVER, "Concurrent requests to --server")] = "4",
@@ -159,7 +161,7 @@ def eval_command(
     alone = bool(own) and not _is_given(context, "tasks")
     grid_tasks = [*own, *([] if alone else _tasks(names_of(tasks), haystack, data, scbench_mode))]
     check_folder("--out", out)
-    check_model_name(model)
+    check_model_name(model, weights)
     drafts = parse_draft(draft)
     grid = Grid(
         tasks=grid_tasks,
@@ -185,7 +187,7 @@ def eval_command(
     run = _identity(context, grid, drafts)
     # Opened before the model is loaded, so that an unwritable directory fails fast.
     with writing(Path(os.path.expanduser(out)), run, resume=resume) as writer:
-        loaded, tokenizer = load_model(model, dtype, device)
+        loaded, tokenizer = load_model(model, dtype, device, weights)
         grid = replace(grid, settings=on_model(grid.settings, loaded, tokenizer))
         warn_unlike(grid.settings)
         for setting in grid.settings:
@@ -210,6 +212,7 @@ def _identity(context: typer.Context, grid: Grid, draft: Draft | None) -> dict[s
     return {
         "model": given["model"] or MODEL_NAME,
         "dtype": auto_dtype(given["device"]).name if given["dtype"] == "auto" else given["dtype"],
+        "weights": given["weights"],
         "seed": given["seed"],
         "haystack": given["haystack"],
         "draft": None if draft is None else str(draft),

@@ -12,12 +12,20 @@ from kvsieve.cli.output import say
 from kvsieve.errors import InputError, PlanError
 from kvsieve.hf.decode.engines import check_engine
 from kvsieve.planning.suggestions import did_you_mean
+from kvsieve.report.display import bytes_text
 
+# Forms of weights: of a .gguf file, and of other checkpoints.
+_PACKED = ("int8", "int4")
+FORMS = ("expand", *_PACKED)
 DTYPES = ("auto", "bfloat16", "float16", "float32", "checkpoint")
 _MEANT = {"gpu": "cuda", "nvidia": "cuda", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 # Kinds of devices that torch may know of.
 _DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "xla")
 DtypeOption = Annotated[str, option(MODEL, f"Dtype of the weights: {', '.join(DTYPES)}; auto is the fastest here")]
+WeightsOption = Annotated[
+    str | None,
+    option(MODEL, "Weights: expand a .gguf file, or pack a checkpoint to int8 or int4 (default: as stored)"),
+]
 DeviceOption = Annotated[str | None, option(MODEL, "Device: cpu, cuda, cuda:1 (default: the best one here)")]
 DecodeOption = Annotated[str, option(GENERATION, "Decode engine: auto, eager, fused or graph (docs/performance.md)")]
 
@@ -49,13 +57,38 @@ def refuse_text(name: str | None, text_option: str | None = None) -> None:
     raise InputError(f"{name!r} was taken as the model{meant}")
 
 
-def check_model_name(name: str | None) -> None:
-    """Raise InputError or ModelLoadError for a name that cannot be loaded, without importing torch."""
+def check_model_name(name: str | None, weights: str | None = None) -> None:
+    """Raise InputError or ModelLoadError for a name that cannot be loaded, without importing torch.
+
+    weights: the form of --weights, which must suit the model.
+    """
     refuse_text(name)
+    check_form(weights, name)
     if name is not None:
         from kvsieve.models.source import check_source
 
         check_source(name)
+
+
+def check_form(weights: str | None, name: str | None) -> None:
+    """Raise InputError for an unknown --weights, or one that the model's file does not have."""
+    if weights is None:
+        return
+    if weights not in FORMS:
+        blocks = ": a .gguf file stays in blocks without the option" if weights == "blocks" else ""
+        meant = blocks or did_you_mean(weights.lower(), list(FORMS), None)
+        raise InputError(f"--weights must be one of {', '.join(FORMS)}, got {weights!r}{meant}")
+    stored = name is not None and name.endswith(".gguf")
+    if stored and weights in _PACKED:
+        raise InputError(
+            f"--weights {weights} packs a checkpoint, and {name!r} is in blocks already: leave --weights out to use "
+            "them, or give --weights expand"
+        )
+    if not stored and weights == "expand":
+        raise InputError(
+            f"--weights expand dequantizes a .gguf file, and {name or 'the demo model'} is none: leave --weights out, "
+            f"or give {' or '.join(_PACKED)}"
+        )
 
 
 def check_least(least: int, **options: int | None) -> None:
@@ -76,12 +109,16 @@ def check_device(name: str | None) -> None:
         raise InputError(f"--device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
-def load_model(name: str | None, dtype: str, device: str | None = None) -> tuple[Any, Any]:
+def load_model(name: str | None, dtype: str, device: str | None = None, weights: str | None = None) -> tuple[Any, Any]:
     """Load the model, on the best device by default, and its tokenizer, without transformers' own messages.
 
-    Prints the dtype that "auto" selects, and warns if a CPU has no compiled kernels.
+    Prints the dtype that "auto" selects and the size of weights in blocks, and warns if a CPU has no compiled kernels.
     """
-    loaded = _loaded(name, dtype, device)
+    from kvsieve.models.quantized import matrices_of, weight_bytes
+
+    loaded = _loaded(name, dtype, device, weights)
+    if kinds := sorted({matrix.kind for matrix in matrices_of(loaded[0])}):
+        say(f"weights {bytes_text(weight_bytes(loaded[0]))}, in blocks of {', '.join(kinds)}")
     if loaded[0].device.type == "cpu":
         from kvsieve.kernels.cpu.build import library
 
@@ -90,7 +127,7 @@ def load_model(name: str | None, dtype: str, device: str | None = None) -> tuple
     return loaded
 
 
-def _loaded(name: str | None, dtype: str, device: str | None) -> tuple[Any, Any]:
+def _loaded(name: str | None, dtype: str, device: str | None, weights: str | None) -> tuple[Any, Any]:
     import torch
     from huggingface_hub.utils import disable_progress_bars
     from transformers.utils import logging
@@ -103,10 +140,10 @@ def _loaded(name: str | None, dtype: str, device: str | None) -> tuple[Any, Any]
     if not sys.stderr.isatty():
         disable_progress_bars()
     if dtype == "checkpoint":
-        return models.load(name, "checkpoint", device=device)
+        return models.load(name, "checkpoint", device=device, weights=weights)
     if dtype != "auto":
-        return models.load(name, getattr(torch, dtype), device=device)
+        return models.load(name, getattr(torch, dtype), device=device, weights=weights)
     choice = auto_dtype(device)
-    loaded = models.load(name, choice.dtype, device=device)
+    loaded = models.load(name, choice.dtype, device=device, weights=weights)
     say(f"dtype {choice.name}: {choice.reason}; --dtype overrides")
     return loaded

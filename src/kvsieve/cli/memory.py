@@ -80,7 +80,8 @@ class Limit:
                 raise InputError(f"--memory does not count the draft model of {run.label}; leave one of them out")
         self.size: int = params["memory"]
         self.tokenizer = load_tokenizer(params["model"])
-        self.foot = footprint(model_config(params["model"]), params["dtype"], params["device"])
+        kept = (params[name] for name in ("dtype", "device", "model", "weights"))
+        self.foot = footprint(model_config(params["model"]), *kept)
         self._runs = [runs]
         if codecs and "codec" not in fixed:
             specs = [(run.name, run.given) for run in runs]

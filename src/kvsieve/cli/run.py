@@ -14,6 +14,7 @@ from kvsieve.cli.loading import (
     DecodeOption,
     DeviceOption,
     DtypeOption,
+    WeightsOption,
     check_device,
     check_least,
     check_loading,
@@ -98,6 +99,7 @@ def run_command(
     decode: DecodeOption = "auto",
     store: StoreOption = None,
     dtype: DtypeOption = "auto",
+    weights: WeightsOption = None,
     device: DeviceOption = None,
     memory: MemoryOption = None,
     show_kept: Annotated[
@@ -133,7 +135,7 @@ def run_command(
     roles, spans = parse_protect(protect or [], all(part.system for part in prompts))
     texts = check_kept(show_kept, find, prompts_file, as_json)
     check_store(store, protect)
-    check_model_name(model)
+    check_model_name(model, weights)
     drafts = parse_draft(draft, memory)
     runs = make_runs(specs, *parts)
     check_stored_plans(store, (run.plan for run in runs))
@@ -144,7 +146,7 @@ def run_command(
         chunk = fitted.chunk
         batch = fitted.rows
         decode = fitted.decode
-    loaded, tokenizer = load_model(model, dtype, device)
+    loaded, tokenizer = load_model(model, dtype, device, weights)
     asked = [encode(tokenizer, part, roles, spans, parse_special) for part in prompts]
     how = Generation(
         *(chunk, max_new_tokens, decode, sampling, seed),

@@ -12,6 +12,7 @@ from kvsieve.cli.loading import (
     DecodeOption,
     DeviceOption,
     DtypeOption,
+    WeightsOption,
     check_device,
     check_least,
     check_loading,
@@ -49,6 +50,7 @@ def serve_command(
     model: ModelArgument = None,
     name: Annotated[str | None, option(MODEL, "Model name in requests (default: that of MODEL)")] = None,
     dtype: DtypeOption = "auto",
+    weights: WeightsOption = None,
     device: DeviceOption = None,
     memory: MemoryOption = None,
     decode: DecodeOption = "auto",
@@ -116,7 +118,7 @@ def serve_command(
     check_store(store)
     keys = read_keys(api_keys)
     check_reach(keys, host, open_, allow_origin or ())
-    check_model_name(model)
+    check_model_name(model, weights)
     drafts = parse_draft(draft, memory)
     runs = make_runs([chosen], codecs)
     check_stored_plans(store, [runs[0].plan])
@@ -153,7 +155,7 @@ def serve_command(
         decode=decode,
         log_prompts=log_prompts,
     )
-    loaded, tokenizer = load_model(model, dtype, device)
+    loaded, tokenizer = load_model(model, dtype, device, weights)
     from kvsieve.models.fetch import MODEL_NAME
 
     serve(loaded, tokenizer, options, model or MODEL_NAME, say)

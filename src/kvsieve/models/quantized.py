@@ -115,9 +115,14 @@ def dtype_of(linear: nn.Linear) -> torch.dtype:
 
 def weight_bytes(module: nn.Module) -> int:
     """Return the bytes of all weights of a module, those in blocks included; shared ones count once."""
+    plain = sum(parameter.nbytes for parameter in module.parameters())
+    return plain + sum(matrix.nbytes for matrix in matrices_of(module))
+
+
+def matrices_of(module: nn.Module) -> list[QuantizedMatrix]:
+    """Return the weights in blocks of a module, each once."""
     parts = (part.matrix for part in module.modules() if isinstance(part, QuantizedLinear | QuantizedEmbedding))
-    matrices = {matrix.data.data_ptr(): matrix.nbytes for matrix in parts}
-    return sum(parameter.nbytes for parameter in module.parameters()) + sum(matrices.values())
+    return list({matrix.data.data_ptr(): matrix for matrix in parts}.values())
 
 
 def _buffer(width: int, inner: int, dtype: torch.dtype) -> Tensor:
@@ -140,4 +145,4 @@ def _dtype_after(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> torch.dt
     return found.dtype
 
 
-__all__ = ["LINEARS", "QuantizedEmbedding", "QuantizedLinear", "dtype_of", "weight_bytes"]
+__all__ = ["LINEARS", "QuantizedEmbedding", "QuantizedLinear", "dtype_of", "matrices_of", "weight_bytes"]

@@ -23,7 +23,10 @@ class Peak:
 
 @contextlib.contextmanager
 def measure_peak(device: torch.device) -> Iterator[Peak]:
-    """Peak memory while the block runs, weights included: allocated on a CUDA device, resident on the CPU (Linux)."""
+    """Peak memory while the block runs, weights included: allocated on a CUDA device, resident on the CPU (Linux).
+
+    Resident memory includes the pages of mapped weight files that are in memory.
+    """
     peak = Peak()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from kvsieve.hf.drafts.drafter import DraftCounts
 from kvsieve.lab.bench.contenders import BASELINE, Contender, Run, is_peer, measure
 from kvsieve.lab.bench.geometry import Geometry
@@ -16,6 +14,7 @@ from kvsieve.lab.bench.prompts import TokensPrompt, left_padded
 from kvsieve.lab.bench.roofline import Rates
 from kvsieve.lab.bench.spending import Spending
 from kvsieve.lab.bench.work import Work
+from kvsieve.models.quantized import matrices_of, weight_bytes
 
 Samples = dict[str, list[dict[str, Any]]]
 Progress = Callable[[str], None]
@@ -38,11 +37,11 @@ GAINS = ("decode_gain", "gain")
 
 @dataclass(frozen=True)
 class Limits:
-    """Inputs of the limits. rates: measured in this run. element_bytes: of a weight, and of a key's number."""
+    """Inputs of the limits. rates: measured in this run. element_bytes: of a number of the weights."""
 
     geometry: Geometry
     rates: Rates
-    element_bytes: int
+    element_bytes: float
 
 
 def run_length(
@@ -223,5 +222,8 @@ def growth(report: dict[str, Any]) -> dict[str, float]:
     return {name: after["median"] / before["median"] for name, (before, after) in times.items() if before and after}
 
 
-def element_bytes(model: Any) -> int:
-    return torch.empty((), dtype=model.dtype).element_size()
+def element_bytes(model: Any) -> float:
+    """Return the mean bytes of a number of a model's weights."""
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    numbers += sum(matrix.width * matrix.inner for matrix in matrices_of(model))
+    return weight_bytes(model) / numbers

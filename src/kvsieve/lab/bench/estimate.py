@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvsieve.errors import InputError, PlanError
 from kvsieve.hf.shape import growing_layers
 from kvsieve.lab.bench.geometry import Geometry, Layer
+from kvsieve.lab.bench.weight_sizes import WeightSizes, weight_sizes
 from kvsieve.methods.base import ScoredEvictor, skipped
 from kvsieve.methods.fastkv import TSP
 from kvsieve.planning.plans import Plan
@@ -21,7 +22,7 @@ class Estimate:
         kv_entries: per layer, per row and stored head, right after the prompt; 0 for a layer that stores none.
         kv_bytes: encoded keys and values, and recurrent states.
         state_bytes: the recurrent states alone, which do not grow.
-        weight_bytes: of all parameters.
+        weight_bytes: of all weights.
         matmul_flops: of linear layers, in prefill.
         attention_flops: of attention and recurrences, in prefill.
         decode_bytes: read to generate one token per row.
@@ -49,10 +50,18 @@ class Estimate:
         return self.decode_bytes / bandwidth / 1e9
 
 
-def estimate(geometry: Geometry, plan: Plan, tokens: int, *, batch: int = 1, element_bytes: int = 2) -> Estimate:
+def estimate(
+    geometry: Geometry,
+    plan: Plan,
+    tokens: int,
+    *,
+    batch: int = 1,
+    element_bytes: int = 2,
+    weights: WeightSizes | None = None,
+) -> Estimate:
     """Predict the costs of `plan` on a prompt of `tokens` per row.
 
-    element_bytes: bytes of one weight and of one key or value element.
+    element_bytes: bytes of one key or value element. weights: default: of `element_bytes` a number.
 
     Raises InputError for a prompt or batch below 1, PlanError for a role without a known cost, and
     UnsupportedModelError if kvsieve cannot run the plan on the model.
@@ -66,6 +75,7 @@ def estimate(geometry: Geometry, plan: Plan, tokens: int, *, batch: int = 1, ele
         check_model(geometry.model, plan)
     elif plan.evict is not None:
         plan.evict.check(len(geometry.layers))
+    sizes = weight_sizes(geometry, element_bytes) if weights is None else weights
     layers = geometry.layers
     seen = _tokens_per_layer(plan, geometry, tokens)
     kept = [_entries(plan, index, layers, seen[index], tokens) for index in range(len(layers))]
@@ -88,10 +98,10 @@ def estimate(geometry: Geometry, plan: Plan, tokens: int, *, batch: int = 1, ele
         kv_entries=tuple(entries if layers[i].reads == i else 0 for i, (entries, _) in enumerate(kept)),
         kv_bytes=(stored + states) * batch,
         state_bytes=states * batch,
-        weight_bytes=geometry.parameters * element_bytes,
+        weight_bytes=sizes.total,
         matmul_flops=matmul * batch,
         attention_flops=attention * batch,
-        decode_bytes=geometry.weights_read(batch) * element_bytes + (read + states) * batch,
+        decode_bytes=geometry.weights_read(batch) * sizes.number + (read + states) * batch,
     )
 
 

@@ -14,6 +14,7 @@ from kvsieve.hf.model.context import context_of
 from kvsieve.hf.model.memory import layer_bytes
 from kvsieve.hf.model.shapes import LayerShape
 from kvsieve.lab.bench.geometry import geometry
+from kvsieve.lab.bench.weight_sizes import weight_sizes
 from kvsieve.planning.plans import Plan
 
 # Context of models without a limit of their own.
@@ -36,7 +37,8 @@ class Footprint:
     Attributes:
         model: on torch's meta device.
         shapes: of its layers.
-        weights: of all parameters.
+        weights: of all weights, in the form that they are loaded in.
+        buffer: into which prompts dequantize weights.
         copies: of weights, made by decode="auto".
         process: without the model.
         element: of a number in the model's dtype.
@@ -47,6 +49,7 @@ class Footprint:
     model: Any
     shapes: tuple[LayerShape, ...]
     weights: int
+    buffer: int
     copies: int
     process: int
     element: int
@@ -54,8 +57,8 @@ class Footprint:
     context: int
 
     def fixed(self, decode: str) -> int:
-        """Return the bytes independent of prompts: weights, their copies and the process."""
-        return self.weights + self.process + (self.copies if decode == "auto" else 0)
+        """Return the bytes independent of prompts: weights, their buffer and copies, and the process."""
+        return self.weights + self.buffer + self.process + (self.copies if decode == "auto" else 0)
 
     def kv(self, plan: Plan, tokens: int, chunk: int) -> int:
         """Return the peak bytes of one row's KV over `tokens` tokens of prompt and answer."""
@@ -81,7 +84,13 @@ class Footprint:
         return round(copies * layer + numbers * self.element + scores)
 
 
-def footprint(config: Any, dtype: str = "auto", device: str | None = None) -> Footprint:
+def footprint(
+    config: Any,
+    dtype: str = "auto",
+    device: str | None = None,
+    name: str | None = None,
+    weights: str | None = None,
+) -> Footprint:
     """Return the footprint of a model in this process, before weights are loaded.
 
     On a GPU it is that of the GPU's memory.
@@ -90,6 +99,8 @@ def footprint(config: Any, dtype: str = "auto", device: str | None = None) -> Fo
         config: of the model, from transformers.
         dtype: of its weights: "auto", "checkpoint", or a name such as "float32".
         device: default: the best one here.
+        name: of the model; needed for a .gguf file.
+        weights: their form, of `kvsieve.models.load`.
 
     Raises:
         UnsupportedModelError: the shapes of the model's layers are not known.
@@ -97,13 +108,15 @@ def footprint(config: Any, dtype: str = "auto", device: str | None = None) -> Fo
     found = geometry(config)
     where = torch.device(default_device() if device is None else device)
     chosen = auto_dtype(where).dtype if dtype == "auto" else getattr(torch, dtype, config.dtype)
-    weights = found.parameters * chosen.itemsize
     on_cpu = where.type == "cpu"
+    # Weights in blocks are for CPUs.
+    sizes = weight_sizes(found, chosen.itemsize, name if on_cpu else None, weights)
     return Footprint(
         model=found.model,
         shapes=found.shapes,
-        weights=weights,
-        copies=weights // 2 if on_cpu and chosen == torch.float32 else 0,
+        weights=sizes.total,
+        buffer=sizes.buffer,
+        copies=sizes.total // 2 if on_cpu and chosen == torch.float32 and not sizes.kinds else 0,
         process=_BESIDE + ((resident() or _UNKNOWN) if on_cpu else 0),
         element=chosen.itemsize,
         outputs=max(layer.outputs for layer in found.layers),

@@ -30,16 +30,16 @@ from kvsieve.report.environment import UNRECORDED, environment, weights_digest
 
 COST_KEY = ("length", "label", "budget", "repeat")
 _LOCK = ".lock"
-_FIXED = ("model", "dtype", "seed", "haystack", "draft")
+_FIXED = ("model", "dtype", "weights", "seed", "haystack", "draft")
 
 
 class ResultsWriter:
     """Appends to DIR/samples.jsonl and DIR/costs.jsonl, packs both in the end, and writes DIR/run.json.
 
-    run: identity of the evaluation: model, dtype, seed, haystack; the titles of its tasks; the digests of their texts
-    (`data_digests`); and its settings, each with all parameters, or none if only `settle` adds them. A directory with
-    results is continued only with `resume`, and only by a run that agrees in these. Written rows survive a kill or a
-    power cut.
+    run: identity of the evaluation: model, dtype, form of the weights, seed, haystack; the titles of its tasks; the
+    digests of their texts (`data_digests`); and its settings, each with all parameters, or none if only `settle` adds
+    them. A directory with results is continued only with `resume`, and only by a run that agrees in these. Written rows
+    survive a kill or a power cut.
 
     Raises InputError otherwise, or if another process is writing there, and KvsieveError if a file cannot be written.
     """
