@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
+from types import SimpleNamespace
 
+import httpx
 import pytest
 import torch
 
 import kvsieve
+from in_blocks import quantized
 from kvsieve.models import ModelLoadError
 from kvsieve.models.quantized import matrices_of
+from kvsieve.serve import memory
+from paths import Ask, chat_reply, plain, serving, streamed, words
+from small import fill
 from tiny_models import build
 from toy_gguf import TOKENS, write_gguf
 
 pytest.importorskip("gguf")
 
 TEXT = " ".join(TOKENS[3:90])
+# What the system says about its memory.
+TABLE = "MemTotal: 9000 kB\nMemAvailable: 2000 kB\n"
 # Options besides the model's and --dtype; {text} and {out} are paths.
 COMMANDS = {
     "run": ["--prompt-file", "{text}", "--method", "snapkv", "--budget", "40%", "--max-new-tokens", "2"],
@@ -24,14 +33,28 @@ COMMANDS = {
     "serve": ["--port", "0"],
     "eval": ["--task", "{rows}", "--methods", "knorm", "--budgets", "40%", "--cost-samples", "1", "--out", "{out}"],
     "bench": ["--methods", "knorm:budget=40%", "--lengths", "100", "--rounds", "1", "--new-tokens", "2"],
-    "advise": ["--task", "{rows}", "--context", "300", "--methods", "knorm", "--budgets", "40%", "--samples", "2"],
+    "advise": [
+        "--task",
+        "{rows}",
+        "--context",
+        "300",
+        "--methods",
+        "knorm",
+        "--budgets",
+        "40%",
+        "--samples",
+        "2",
+        "--cost-samples",
+        "0",
+    ],
     "calibrate": ["--text", "{text}", "--lengths", "250", "--prompts", "1", "--parts", "heads", "--out", "{out}"],
 }
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    model = build("llama", vocab_size=len(TOKENS), bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    model = build("llama", vocab_size=len(TOKENS), max_position_embeddings=4096, **ids)
     file = tmp_path_factory.mktemp("gguf") / "toy.gguf"
     write_gguf(model, file)
     return file
@@ -49,6 +72,7 @@ def command(cli, file, tmp_path, monkeypatch):
     monkeypatch.setattr("kvsieve.lab.bench.roofline.READ_BYTES", 1 << 20)
     monkeypatch.setattr("kvsieve.lab.bench.roofline.LEAST_SECONDS", 0.0)
     monkeypatch.setattr("kvsieve.serve.run.serve", lambda *given: None)
+    monkeypatch.setattr("kvsieve.lab.advise.material.PROBES", ("ruler_niah_single_3",))
 
     def call(name, *more):
         options = [option.format(**places) for option in COMMANDS[name]]
@@ -66,9 +90,10 @@ def loaded(monkeypatch):
     load = kvsieve.models.load
 
     def spy(*given, **more):
-        pair = load(*given, **more)
-        found.append(pair[0])
-        return pair
+        model, tokenizer = load(*given, **more)
+        tokenizer.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+        found.append(model)
+        return model, tokenizer
 
     monkeypatch.setattr(kvsieve.models, "load", spy)
     return found
@@ -125,3 +150,20 @@ def test_forms_that_do_not_fit_are_refused_before_anything_is_loaded(
     prompt = ["--prompt", "w1"] if name == "run" else []
     code, _, err = cli(name, *models, *prompt, "--weights", weights)
     assert code == 2 and reason in err and err.count("\n") == 1
+
+
+def test_a_server_answers_from_blocks_as_from_the_same_weights_dequantized():
+    blocks, plain_model = quantized(fill(build("llama", dtype=torch.float32)))
+    ask = Ask(blocks, words(50, seed=3))
+    expected = plain(replace(ask, model=plain_model))
+    with serving(ask) as url:
+        assert [model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]] == ["tiny"]
+        assert chat_reply(url, ask) == expected == streamed(url, ask)
+
+
+def test_mapped_weights_do_not_count_as_free_memory(monkeypatch):
+    blocks, plain_model = quantized(build("llama"))
+    monkeypatch.setattr(memory, "Path", lambda name: SimpleNamespace(exists=lambda: True, read_text=lambda: TABLE))
+    size = sum(matrix.nbytes for matrix in matrices_of(blocks))
+    assert memory.free_bytes(plain_model) == 2000 * 1024 // 2
+    assert memory.free_bytes(blocks) == (2000 * 1024 - size) // 2

@@ -9,6 +9,7 @@ import torch
 
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.model.memory import shapes_of
+from kvsieve.models.quantized import matrices_of
 
 _INDEX_BYTES = _WIDE_BYTES = 4
 _SHARE = 0.5
@@ -35,8 +36,9 @@ class KVBytes:
         return self._state + sum(size * (tokens if span is None else min(tokens, span)) for span, size in self._windows)
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Return the default bytes for conversations: half of the device's free memory; None if unknown."""
+def free_bytes(model: Any) -> int | None:
+    """Return the default bytes for conversations: half of the free memory of the model's device; None if unknown."""
+    device: torch.device = model.device
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * _SHARE)
     meminfo = Path("/proc/meminfo")
@@ -44,5 +46,7 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     for line in meminfo.read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            return int(int(line.split()[1]) * 1024 * _SHARE)
+            # The system counts pages of mapped weights as available.
+            mapped = sum(matrix.nbytes for matrix in matrices_of(model))
+            return int(max(0, int(line.split()[1]) * 1024 - mapped) * _SHARE)
     return None

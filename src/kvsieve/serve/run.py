@@ -87,7 +87,7 @@ def application(model: Any, tokenizer: Any, options: ServerOptions, name: str) -
     """Make the application with a scheduler that runs inside the block."""
     limits = options.limits
     if limits.kv_bytes is None:
-        limits = dataclasses.replace(limits, kv_bytes=free_bytes(model.device))
+        limits = dataclasses.replace(limits, kv_bytes=free_bytes(model))
     with attached(model, Plan(), options.decode, tokenizer, any_plan=True) as sieve:
         scheduler = Scheduler(sieve, tokenizer, limits, _prefixes(options))
         own = options.plan, options.method, options.budget

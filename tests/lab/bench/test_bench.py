@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import kvsieve
+from in_blocks import quantized
 from kvsieve.attention.choice import cpu_paths
 from kvsieve.devices import cpu_kind
 from kvsieve.errors import KvsieveError
@@ -321,6 +322,24 @@ def test_rates_are_measured_with_the_models_shapes(model, monkeypatch):
     rates = measure_rates(model)
     assert 1e6 < rates.bandwidth < 1e13 and 1e6 < rates.matmul < 1e16
     assert {(1, 128, 64), (1, 96, 64), (64, 96, 64), (64, 64, 96), (64, 32, 64)} <= seen and (64, 128, 64) not in seen
+
+
+def test_weights_in_blocks_are_read_as_they_are_stored(model, monkeypatch):
+    monkeypatch.setattr(roofline, "READ_BYTES", 2**20)
+    monkeypatch.setattr(roofline, "LEAST_SECONDS", 0.0)
+    monkeypatch.setitem(roofline.ROWS, "cpu", 64)
+    seen = []
+    multiply = roofline.quantized.multiply
+    monkeypatch.setattr(
+        roofline.quantized, "multiply", lambda x, matrix, bias: seen.append(matrix.nbytes) or multiply(x, matrix, bias)
+    )
+    blocks, plain = quantized(model)
+    rates = measure_rates(blocks)
+    assert rates.bandwidth > 1e5 and rates.matmul > 1e5
+    # In each of at least 4 runs: more bytes than caches hold, in copies of every weight but the embedding's table.
+    assert sum(seen) >= 4 * 2**20 and set(seen) == {32 * 68, 64 * 68, 96 * 68, 64 * 102, 128 * 68}
+    assert element_bytes(plain) == 4 and 34 / 32 < element_bytes(blocks) < 1.1
+    assert not any(weight.ndim == 2 for weight in blocks.parameters())
 
 
 def test_rates_measured_after_a_length_count_where_they_are_larger(report, model):

@@ -20,9 +20,12 @@ from kvsieve.hf.compat import CACHE, cache_argument, decoder_of
 from kvsieve.lab.bench.estimate import check_priced, estimate, largest_batch
 from kvsieve.lab.bench.geometry import geometry
 from kvsieve.lab.bench.plain_geometry import plain_config, plain_geometry
+from kvsieve.lab.bench.weight_sizes import weight_sizes
 from kvsieve.methods import TSP, KNorm, SnapKV
+from kvsieve.models.quantized import QuantizedLinear, weight_bytes
 from kvsieve.planning.plans import Plan
 from tiny_models import available, build
+from toy_gguf import TOKENS, write_gguf
 
 LONG = 131072
 LLAMA_8B = dict(
@@ -443,3 +446,49 @@ def test_a_model_that_cannot_be_estimated_or_is_not_there(cli, tmp_path):
     for name, expected, message in wrong:
         code, out, err = cli(str(tmp_path / name))
         assert (name, code) == (name, expected) and out == "" and err.count("\n") == 1 and message in err, err
+
+
+# Weights in blocks
+
+
+def test_packed_weights_by_hand(llama):
+    """Of linear layers and the table 8.5 or 4.5 bits a number, of norms 16."""
+    packed, norms = 8_030_261_248 - 65 * 4096, 65 * 4096
+    for form, bits in (("int8", 8.5), ("int4", 4.5)):
+        sizes = weight_sizes(llama, 2, None, form)
+        assert sizes.total == packed * bits / 8 + norms * 2
+        assert sizes.buffer == 2 * 4096 * 14336 and sizes.kinds == (form,)
+        one = estimate(llama, Plan(), 1000, weights=sizes)
+        assert one.weight_bytes == sizes.total and one.kv_bytes == estimate(llama, Plan(), 1000).kv_bytes
+        read = (8_030_261_248 - 4096 * 128256) / 8_030_261_248
+        assert one.decode_bytes == pytest.approx(sizes.total * read + one.kv_bytes, rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    model = build("llama", vocab_size=len(TOKENS), bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    file = tmp_path_factory.mktemp("gguf") / "toy.gguf"
+    write_gguf(model, file)
+    return str(file)
+
+
+def test_a_files_weights_are_those_that_are_loaded(toy):
+    model, _ = kvsieve.models.load(toy, torch.bfloat16, "cpu")
+    shape = geometry(model.config)
+    sizes = weight_sizes(shape, 2, toy)
+    assert sizes.total == weight_bytes(model) > 2 * shape.parameters
+    assert sizes.number == pytest.approx(sizes.total / shape.parameters)
+    assert sizes.buffer == 2 * max(
+        part.out_features * part.in_features for part in model.model.modules() if isinstance(part, QuantizedLinear)
+    )
+    assert weight_sizes(shape, 2, toy, "expand").total == 2 * shape.parameters
+
+
+def test_the_command_prices_forms_of_weights(cli, toy, folder):
+    code, out, _ = cli(toy, "--context", "100", "--method", "full")
+    assert code == 0 and "in blocks of F32, computing in bfloat16" in out
+    for name, form, kinds in ((toy, "expand", "bfloat16"), (folder, "int4", ["int4"])):
+        code, out, _ = cli(name, "--context", "100", "--method", "full", "--weights", form, "--json")
+        report = json.loads(out)
+        size = report["results"][0]["weight_bytes"] / report["parameters"]
+        assert code == 0 and report["weights"] == kinds and 0.5 < size < (2.1 if form == "expand" else 0.6)
