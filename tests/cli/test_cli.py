@@ -533,6 +533,7 @@ def test_doctor_names_the_kind_of_cpu_and_how_attention_is_computed(cli):
     if data["device"].startswith("CPU"):
         assert data["kind_of_CPU"] == cpu_kind()
         assert data["attention_in_torch"] == str(cpu_paths(auto_dtype("cpu").dtype))
+        assert data["weights_in_blocks"].startswith("F32, F16, Q4_0, ") and "; C kernel: " in data["weights_in_blocks"]
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -123,11 +123,12 @@ def _device() -> dict[str, Any]:
             "device": torch.cuda.get_device_name(),
             **_dtype(),
             "Triton kernels": kernels,
+            "weights in blocks": "with --device cpu; a GPU gets them dequantized",
         }
     from kvsieve.attention.choice import cpu_paths
     from kvsieve.attention.prompt import why_torch
     from kvsieve.devices import auto_dtype, cpu_kind
-    from kvsieve.kernels.cpu import mass, products
+    from kvsieve.kernels.cpu import mass, products, quantized
     from kvsieve.kernels.cpu.build import library
     from kvsieve.kernels.cpu.folder import kernel_folders
 
@@ -139,6 +140,7 @@ def _device() -> dict[str, Any]:
         "C kernels' folder": str(kernel_folders()),
         "C kernel of layers": library("layers").status,
         "C kernel of products": products.built().status,
+        "weights in blocks": f"{', '.join(quantized.FORMATS)}; C kernel: {quantized.built().status}",
         "C kernel of codecs": library("packed").status,
         "C kernel of codebooks": library("codes").status,
         "C kernel of readers": library("reading").status,

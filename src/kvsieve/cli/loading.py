@@ -127,7 +127,7 @@ def load_model(name: str | None, dtype: str, device: str | None = None, weights:
     return loaded
 
 
-def _loaded(name: str | None, dtype: str, device: str | None, weights: str | None) -> tuple[Any, Any]:
+def _loaded(name: str | None, dtype: str, device: str | None, weights: Any) -> tuple[Any, Any]:
     import torch
     from huggingface_hub.utils import disable_progress_bars
     from transformers.utils import logging
