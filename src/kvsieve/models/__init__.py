@@ -54,53 +54,24 @@ def load(
     if dtype == "auto":
         dtype = auto_dtype(device).dtype
     if weights is not None and weights != "expand":
+        check_packing(model_id_or_dir, weights, device.type)
         from kvsieve.models.packed import load_packed
 
         name = str(demo.demo_checkpoint()) if model_id_or_dir is None else os.fspath(model_id_or_dir)
-        check_packing(name, weights, device.type)
         tokenizer = load_tokenizer(name)
         _prepare(tokenizer)
         return load_packed(name, "auto" if dtype == "checkpoint" else dtype, weights), tokenizer
     if model_id_or_dir is None:
         model, tokenizer = demo.load_demo(torch.bfloat16 if dtype == "checkpoint" else dtype)
     elif keeps_blocks(os.fspath(model_id_or_dir), weights, device.type):
-        return _load_blocks(os.fspath(model_id_or_dir), torch.float32 if dtype == "checkpoint" else dtype)
+        from kvsieve.models.gguf.load import load_blocks
+
+        checkpoint_source(os.fspath(model_id_or_dir))
+        return load_blocks(os.fspath(model_id_or_dir), torch.float32 if dtype == "checkpoint" else dtype)
     else:
         model, tokenizer = _load_any(os.fspath(model_id_or_dir), "auto" if dtype == "checkpoint" else dtype)
     # A loader of low-bit weights has placed them on a device already.
     return model if hasattr(model, "hf_device_map") else model.to(device), tokenizer  # type: ignore[arg-type]
-
-
-def _load_blocks(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from kvsieve.models.gguf.file import GgufFile
-    from kvsieve.models.gguf.load import load_blocks
-    from kvsieve.models.gguf.tokenizer import generation_of, tokenizer_of
-
-    checkpoint_source(name)
-    file = GgufFile(name)
-    tokenizer = tokenizer_of(file)
-    model = load_blocks(name, dtype)
-    model.generation_config = generation_of(file, tokenizer)
-    return model, tokenizer
-
-
-def _load_expanded(name: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoModelForCausalLM
-
-    from kvsieve.models.gguf.config import expanded_config
-    from kvsieve.models.gguf.file import GgufFile
-    from kvsieve.models.gguf.tokenizer import generation_of, tokenizer_of
-
-    source, options = checkpoint_source(name)
-    file = GgufFile(name)
-    tokenizer = tokenizer_of(file)
-    config = expanded_config(file)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype, **options)
-    except Exception as exc:
-        raise load_error(f"cannot load {name!r}", options, exc) from exc
-    model.generation_config = generation_of(file, tokenizer)
-    return model.eval(), tokenizer
 
 
 def _load_any(name: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -108,7 +79,9 @@ def _load_any(name: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel, Pre
 
     source, options = checkpoint_source(name)
     if "gguf_file" in options:
-        return _load_expanded(name, dtype)
+        from kvsieve.models.gguf.load import load_expanded
+
+        return load_expanded(name, dtype)
     check_weights(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)

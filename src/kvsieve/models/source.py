@@ -97,13 +97,13 @@ def keeps_blocks(name: str, weights: str | None, device: str) -> bool:
     return False
 
 
-def check_packing(name: str, weights: str, device: str) -> None:
+def check_packing(name: str | os.PathLike[str] | None, weights: str, device: str) -> None:
     """Raise ModelLoadError unless weights of a checkpoint can be packed. device: its kind."""
     if weights not in ("int8", "int4"):
         raise ModelLoadError(f"weights must be None, 'expand', 'int8' or 'int4', got {short(weights)}")
-    if name.endswith(".gguf"):
+    if name is not None and os.fspath(name).endswith(".gguf"):
         raise ModelLoadError(
-            f"{name!r} is already quantized: leave weights={weights!r} out to compute with its blocks, or use 'expand'"
+            f"{os.fspath(name)!r} is already quantized: leave weights={weights!r} out to compute with its blocks, or use 'expand'"
         )
     if device != "cpu":
         raise ModelLoadError(

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvsieve.errors import CacheFileError
 from kvsieve.hf.persist.cache_file import as_bytes
 from kvsieve.hf.runtime import AttachedModel
+from kvsieve.models.quantized import matrices_of
 from kvsieve.planning.profiles import Fingerprint
 
 # Facts about rotation and windows that weights do not determine.
@@ -49,11 +50,15 @@ def _weights(model: AttachedModel) -> str:
     """Hash a few elements of every weight of the decoder, independently of names and order."""
     found = []
     for weight in model.decoder.parameters():
-        for tensor in _tensors(weight.detach()):
-            # An odd step, so that not all elements are of one column.
-            part = tensor.flatten()[:: max(1, tensor.numel() // _SAMPLE) | 1][:_SAMPLE]
-            found.append(hashlib.sha256(repr(tuple(weight.shape)).encode() + as_bytes(part)).digest())
+        found += [_digest(tensor, tuple(weight.shape)) for tensor in _tensors(weight.detach())]
+    found += [_digest(matrix.data, (matrix.kind, matrix.width, matrix.inner)) for matrix in matrices_of(model.decoder)]
     return hashlib.sha256(b"".join(sorted(found))).hexdigest()
+
+
+def _digest(tensor: Tensor, about: tuple[Any, ...]) -> bytes:
+    # An odd step, so that not all elements are of one column.
+    part = tensor.flatten()[:: max(1, tensor.numel() // _SAMPLE) | 1][:_SAMPLE]
+    return hashlib.sha256(repr(about).encode() + as_bytes(part)).digest()
 
 
 def _tensors(weight: Tensor) -> Iterator[Tensor]:

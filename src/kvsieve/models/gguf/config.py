@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 from kvsieve.errors import short
 from kvsieve.models.fetch import ModelLoadError
 from kvsieve.models.gguf.corrections import correct
-from kvsieve.models.gguf.file import GgufFile
+from kvsieve.models.gguf.file import PLACEHOLDER, GgufFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-_WORDS = "tokenizer.ggml.tokens"
 
 
 def read_settings(file: GgufFile) -> dict[str, Any]:
@@ -37,9 +35,8 @@ def read_settings(file: GgufFile) -> dict[str, Any]:
                 f"cannot load {file.path}: transformers makes no configuration of its architecture "
                 f"{short(file.architecture)}: {error}; a newer transformers may, also with weights='expand'"
             ) from error
-    words = file.count(_WORDS)
-    if words and f"{file.architecture}.vocab_size" not in file:
-        settings["vocab_size"] = words
+    if settings.get("vocab_size") == len(PLACEHOLDER):
+        settings["vocab_size"] = file.count("tokenizer.ggml.tokens")
     return correct(settings, file)
 
 

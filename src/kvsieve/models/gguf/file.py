@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from math import prod
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
+# Words of a header without its vocabulary.
+PLACEHOLDER = ("a", "b")
 # Long lists that describe a tokenizer.
 _VOCABULARY = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
 # Formats of numbers by their type in a file; texts and lists have no fixed size.
@@ -70,7 +72,7 @@ class GgufFile:
         self._places: dict[str, tuple[int, int, int, int]] = {}
         try:
             with open(self.path, "rb") as file:
-                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             raise ModelLoadError(f"cannot read the GGUF file {self.path}: {error}") from error
         self._at = 0
@@ -110,20 +112,20 @@ class GgufFile:
         """All bytes of the file, uint8, mapped: pages are read when they are used, and writes stay in this process."""
         import torch
 
-        return torch.from_file(os.fspath(self.path), shared=False, size=len(self._bytes), dtype=torch.uint8)
+        return torch.frombuffer(self._bytes, dtype=torch.uint8)
 
     def rows(self, tensor: GgufTensor) -> Tensor:
         """Return a tensor's bytes, uint8 [*shape[:-1], bytes of a row], in the mapped file."""
         return self.memory[tensor.start : tensor.start + tensor.nbytes].view(*tensor.shape[:-1], -1)
 
     def write_header(self, path: Path) -> None:
-        """Write a GGUF file of the same keys and tensor names, with two words for a vocabulary and no weights.
+        """Write a GGUF file of the same keys and tensor names, with PLACEHOLDER for a vocabulary and no weights.
 
         Keys of rotary scaling are left out: transformers reads them wrongly or not at all (`corrections`).
         """
         places = {key: place for key, place in self._places.items() if ".rope.scaling." not in key}
         keys = {key: self._bytes[start:end] for key, (_, _, start, end) in places.items()}
-        keys |= {key: _texts(key, ["a", "b"]) for key in _VOCABULARY if key in keys}
+        keys |= {key: _texts(key, PLACEHOLDER) for key in _VOCABULARY if key in keys}
         names = [struct.pack("<Q", len(name.encode())) + name.encode() for name in self.tensors]
         header = [_MAGIC, struct.pack("<IQQ", _VERSIONS[-1], len(names), len(keys)), *keys.values()]
         header += [name + struct.pack("<IQIQ", 1, 1, 0, 0) for name in names]
@@ -291,7 +293,7 @@ class GgufFile:
         return ModelLoadError(f"{self.path} cannot be loaded: {found}, expected {expected}")
 
 
-def _texts(key: str, words: list[str]) -> bytes:
+def _texts(key: str, words: Sequence[str]) -> bytes:
     """Return a key with a list of texts as a file has it."""
     counted = [struct.pack("<Q", len(word)) + word.encode() for word in (key, *words)]
     return counted[0] + struct.pack("<IIQ", _LIST, _TEXT, len(words)) + b"".join(counted[1:])
@@ -303,4 +305,4 @@ def _version() -> str:
     return importlib.metadata.version("gguf")
 
 
-__all__ = ["GgufFile", "GgufTensor"]
+__all__ = ["PLACEHOLDER", "GgufFile", "GgufTensor"]

@@ -1,32 +1,27 @@
-"""Models over the weights of GGUF files: blocks are read as they are stored."""
+"""Models over the weights of GGUF files, or with these dequantized."""
 
 from __future__ import annotations
 
 import functools
 import os
-import warnings
-from collections import Counter
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvsieve.errors import KvsieveError, KvsieveWarning
-from kvsieve.kernels.cpu.quantized import FORMATS, QuantizedMatrix
+from kvsieve.errors import KvsieveError
 from kvsieve.models.fetch import ModelLoadError
-from kvsieve.models.gguf.config import make_config, read_settings
-from kvsieve.models.gguf.file import GgufFile, GgufTensor
-from kvsieve.models.quantized import QuantizedEmbedding, QuantizedLinear
-
-# Types of tensors that are plain numbers of torch.
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Factors of the rotation, which are part of the configuration.
-_OF_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+from kvsieve.models.gguf.config import expanded_config, make_config, read_settings
+from kvsieve.models.gguf.file import GgufFile
+from kvsieve.models.gguf.filling import Filling
+from kvsieve.models.gguf.tokenizer import generation_of, tokenizer_of
+from kvsieve.models.source import load_error
 
 
-def load_blocks(path: str | os.PathLike[str], dtype: torch.dtype) -> Any:
-    """Return a causal language model over the mapped weights of a GGUF file, on the CPU, in eval mode.
+def load_blocks(
+    path: str | os.PathLike[str], dtype: torch.dtype
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model over the mapped weights of a GGUF file, on the CPU, in eval mode.
 
     Weights of linear layers and embeddings stay in their blocks. Others are dequantized, one at a time.
 
@@ -46,167 +41,54 @@ def load_blocks(path: str | os.PathLike[str], dtype: torch.dtype) -> Any:
             f"weights in blocks are computed with in float32 or bfloat16, got {dtype} for {file.path}: use one of "
             "these, or load it with weights='expand'"
         )
+    tokenizer = tokenizer_of(file)
     settings = read_settings(file)
     config = make_config(settings)
     config.name_or_path = os.fspath(file.path)
     with accelerate.init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    filling = _Filling(file, model, settings, dtype)
+    filling = Filling(file, model, settings, dtype)
     filling.run()
     filling.tell()
+    model.generation_config = generation_of(file, tokenizer)
     model.save_pretrained = functools.partial(_refuse_to_save, file.path)
-    return model.eval()
+    return model.eval(), tokenizer
 
 
-class _Filling:
-    """Tensors of a file on their way into a model whose parameters have no memory."""
+def load_expanded(
+    path: str | os.PathLike[str], dtype: torch.dtype | str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a GGUF file as transformers does, with dequantized weights of this dtype, in eval mode.
 
-    def __init__(self, file: GgufFile, model: Any, settings: dict[str, Any], dtype: torch.dtype) -> None:
-        from transformers.modeling_gguf_pytorch_utils import (
-            TENSOR_PROCESSORS,
-            TensorProcessor,
-            get_gguf_hf_weights_map,
+    Raises ModelLoadError for what `load_blocks` or transformers does not load.
+    """
+    from transformers import AutoModelForCausalLM
+
+    file = GgufFile(path)
+    tokenizer = tokenizer_of(file)
+    options: dict[str, Any] = {"local_files_only": True, "gguf_file": file.path.name, **_dequantizing()}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            file.path.parent, config=expanded_config(file), dtype=dtype, **options
         )
-
-        self.file = file
-        self.model = model
-        self.dtype = dtype
-        self.processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=settings)
-        self.names: dict[str, str] = get_gguf_hf_weights_map(model, self.processor)
-        self.blocks: dict[str, QuantizedMatrix] = {}
-        # What a processor puts together of several tensors.
-        self.parsed: dict[str, dict[str, Tensor]] = {"tensors": {}}
-        self.dequantized: Counter[str] = Counter()
-
-    def run(self) -> None:
-        for tensor in self.file.tensors.values():
-            if tensor.name not in _OF_CONFIG:
-                self._place(tensor)
-        for name, weight in self.parsed["tensors"].items():
-            self._set(name, weight)
-        for name, matrix in self.blocks.items():
-            self._replace(name.removesuffix(".weight"), matrix)
-        self._tie()
-        absent = [name for name, weight in self.model.named_parameters() if weight.is_meta]
-        if absent:
-            raise self._error(f"it has no tensor for {_few(absent)} of {type(self.model).__name__}")
-
-    def tell(self) -> None:
-        """Warn about large weights that are not in blocks."""
-        if self.dequantized:
-            kinds = ", ".join(f"{count} of {kind}" for kind, count in sorted(self.dequantized.items()))
-            warnings.warn(
-                f"weights of {self.file.path.name} that layers cannot read in blocks are dequantized to "
-                f"{str(self.dtype).removeprefix('torch.')} in memory: {kinds}",
-                KvsieveWarning,
-                stacklevel=4,
-            )
-
-    def _place(self, tensor: GgufTensor) -> None:
-        name = self.names.get(tensor.name)
-        order = None if name is None else self._order(tensor, name)
-        if name is not None and order is not None:
-            self._keep(tensor, name, order)
-            return
-        try:
-            result = self._processed(tensor.name, self._numbers(tensor))
-        except Exception as error:
-            raise self._error(f"transformers cannot read its tensor {tensor.name}: {error}") from error
-        if result.name is None:
-            self.dequantized[tensor.kind] += 1
-            return
-        if result.name not in self.names:
-            raise self._error(
-                f"its tensor {tensor.name} has no place in {type(self.model).__name__} of transformers, whose answers "
-                "would differ: load it with weights='expand' to leave it out"
-            )
-        if len(tensor.shape) > 1:
-            self.dequantized[tensor.kind] += 1
-        self._set(self.names[result.name], torch.from_numpy(result.weights))
-
-    def _order(self, tensor: GgufTensor, name: str) -> Tensor | None:
-        """Return which rows of a tensor are the rows of its layer; None for weights that a layer cannot read so."""
-        if tensor.kind not in FORMATS or len(tensor.shape) != 2 or not name.endswith(".weight"):
-            return None
-        module = self.model.get_submodule(name.removesuffix(".weight"))
-        shapes = {nn.Linear: ("out_features", "in_features"), nn.Embedding: ("num_embeddings", "embedding_dim")}
-        if type(module) not in shapes or tuple(module.weight.shape) != tensor.shape:
-            return None
-        rows = tensor.shape[0]
-        probe = np.arange(2 * rows, dtype=np.float64).reshape(rows, 2)
-        try:
-            moved = self._processed(tensor.name, probe).weights
-        except ValueError:
-            return None
-        if moved.shape != probe.shape or not np.array_equal(moved[:, 1], moved[:, 0] + 1):
-            return None
-        order = torch.from_numpy(moved[:, 0] / 2).long()
-        return order if torch.equal(order.sort().values, torch.arange(rows)) else None
-
-    def _keep(self, tensor: GgufTensor, name: str, order: Tensor) -> None:
-        rows = self.file.rows(tensor)
-        as_stored = torch.equal(order, torch.arange(len(order)))
-        if _PLAIN.get(tensor.kind) == self.dtype:
-            weight = rows.view(self.dtype)
-            self._set(name, weight if as_stored else weight[order])
-            return
-        self.blocks[name] = QuantizedMatrix(rows, tensor.kind, None if as_stored else order)
-
-    def _numbers(self, tensor: GgufTensor) -> np.ndarray[Any, Any]:
-        import gguf
-
-        rows = self.file.rows(tensor)
-        if tensor.kind in _PLAIN:
-            return rows.view(_PLAIN[tensor.kind]).float().numpy()
-        return gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType[tensor.kind])
-
-    def _processed(self, name: str, weights: np.ndarray[Any, Any]) -> Any:
-        return self.processor.process(
-            weights=weights, name=name, tensor_key_mapping=self.names, parsed_parameters=self.parsed
-        )
-
-    def _set(self, name: str, weight: Tensor) -> None:
-        path, _, attribute = name.rpartition(".")
-        module = self.model.get_submodule(path)
-        parameters = dict(module.named_parameters(recurse=False))
-        held = parameters.get(attribute, dict(module.named_buffers(recurse=False)).get(attribute))
-        if held is None or held.shape != weight.shape:
-            found = None if held is None else list(held.shape)
-            raise self._error(f"its weight for {name} has shape {list(weight.shape)}, the model's is {found}")
-        weight = weight.to(self.dtype)
-        if attribute in parameters:
-            setattr(module, attribute, nn.Parameter(weight))
-        else:
-            held.copy_(weight)
-
-    def _replace(self, path: str, matrix: QuantizedMatrix) -> None:
-        module = self.model.get_submodule(path)
-        if isinstance(module, nn.Embedding):
-            layer: nn.Module = QuantizedEmbedding(matrix, self.dtype, module.padding_idx)
-        else:
-            layer = QuantizedLinear(matrix, module.bias, self.dtype)
-        self.model.set_submodule(path, layer)
-
-    def _tie(self) -> None:
-        """Give outputs without a tensor of their own the table of the embeddings."""
-        for target, source in list(self.model.all_tied_weights_keys.items()):
-            table = self.model.get_submodule(source.removesuffix(".weight"))
-            path = target.removesuffix(".weight")
-            layer = self.model.get_submodule(path)
-            if isinstance(layer, QuantizedLinear) or not layer.weight.is_meta:
-                continue
-            if isinstance(table, QuantizedEmbedding):
-                self._replace(path, table.matrix)
-            else:
-                layer.weight = table.weight
-
-    def _error(self, what: str) -> ModelLoadError:
-        return ModelLoadError(f"cannot load {self.file.path}: {what}")
+    except ModelLoadError:
+        raise
+    except Exception as error:
+        raise load_error(f"cannot load {os.fspath(path)!r}", options, error) from error
+    # Not only its folder, where other models can be.
+    model.config.name_or_path = model.name_or_path = os.fspath(file.path)
+    model.generation_config = generation_of(file, tokenizer)
+    return model.eval(), tokenizer
 
 
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+def _dequantizing() -> dict[str, Any]:
+    """Return arguments of `from_pretrained` with which a GGUF file becomes a model like others."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        # A transformers that knows no other way.
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
 
 
 def _refuse_to_save(path: Any, *_: Any, **__: Any) -> None:
@@ -216,4 +98,4 @@ def _refuse_to_save(path: Any, *_: Any, **__: Any) -> None:
     )
 
 
-__all__ = ["load_blocks"]
+__all__ = ["load_blocks", "load_expanded"]
