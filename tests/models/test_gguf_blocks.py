@@ -33,7 +33,7 @@ FAMILIES = {
     "gemma2": {"tie_word_embeddings": True},
     "gemma3_text": {"tie_word_embeddings": True},
     "phi3": {},
-    "falcon": {"tie_word_embeddings": True, "alibi": False},
+    "falcon": {"tie_word_embeddings": True, "num_kv_heads": 1},
     "stablelm": {},
     "gpt2": {"tie_word_embeddings": True, "max_position_embeddings": 1024},
     "starcoder2": {},

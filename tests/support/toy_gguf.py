@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 TOKENS = ["<unk>", "<s>", "</s>", *(f"{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(4 * 26 - 8)), *"abcd", "Ġ"]
 # Architectures by model type, where they have other names in GGUF files.

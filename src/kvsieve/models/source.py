@@ -103,7 +103,8 @@ def check_packing(name: str | os.PathLike[str] | None, weights: str, device: str
         raise ModelLoadError(f"weights must be None, 'expand', 'int8' or 'int4', got {short(weights)}")
     if name is not None and os.fspath(name).endswith(".gguf"):
         raise ModelLoadError(
-            f"{os.fspath(name)!r} is already quantized: leave weights={weights!r} out to compute with its blocks, or use 'expand'"
+            f"{os.fspath(name)!r} is already quantized: leave weights={weights!r} out to compute with its blocks, or "
+            "use 'expand'"
         )
     if device != "cpu":
         raise ModelLoadError(

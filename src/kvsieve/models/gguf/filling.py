@@ -30,7 +30,7 @@ class _ScaledEmbedding(QuantizedEmbedding):
         self.register_buffer("embed_scale", scale, persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) * self.embed_scale.to(self.dtype)
+        return super().forward(input) * self.get_buffer("embed_scale").to(self.dtype)
 
 
 class Filling:

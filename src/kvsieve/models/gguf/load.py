@@ -18,9 +18,7 @@ from kvsieve.models.gguf.tokenizer import generation_of, tokenizer_of
 from kvsieve.models.source import load_error
 
 
-def load_blocks(
-    path: str | os.PathLike[str], dtype: torch.dtype
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_blocks(path: str | os.PathLike[str], dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model over the mapped weights of a GGUF file, on the CPU, in eval mode.
 
     Weights of linear layers and embeddings stay in their blocks. Others are dequantized, one at a time.
