@@ -133,6 +133,7 @@ def pages(found: list[Evidence]) -> dict[Path, dict[str, str]]:
         ROOT / "docs" / "speculation.md": {"drafts": drafts_tables()},
         ROOT / "docs" / "options.md": {"floor": floor_table()},
         ROOT / "docs" / "speculation.md": {"drafts": drafts_tables()},
+        ROOT / "docs" / "weights.md": {"measured": weights_measured(found[0])},
         ROOT / "docs" / "calibrate.md": {"profiles": profiles_table()},
         ROOT / "docs" / "evaluation.md": {"toys": summary(RESULTS)},
     }
