@@ -8,7 +8,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import kvsieve
-from kvsieve.errors import CacheFileError, CacheStateError, UnsupportedModelError
+from in_blocks import quantized
+from kvsieve.errors import CacheFileError, CacheStateError, KvsieveError, UnsupportedModelError
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.model.facts import Facts
 from tiny_models import build
@@ -208,6 +209,22 @@ def test_each_adapter_answers_as_merged_weights_do(adapted, plan):
             adapted.set_adapter(name)
             torch.testing.assert_close(sieve.facts.output_weight(1), Facts(alone).output_weight(1))
             same_kept(sieve.generate(IDS, **GREEDY), answer(alone, plan))
+
+
+def test_adapters_act_on_weights_in_blocks_and_are_not_merged_into_them():
+    peft = pytest.importorskip("peft")
+    models = []
+    for base in quantized(build("llama", **SHAPE)):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+        models.append(peft.get_peft_model(base, config).eval())
+    blocks, plain = models
+    same_kept(answer(blocks, PLANS["snapkv"]), answer(plain, PLANS["snapkv"]))
+    blocks.merge_adapter()
+    with pytest.raises(KvsieveError, match="default were merged into weights in blocks.*call unmerge_adapter"):
+        answer(blocks, PLANS["snapkv"])
+    blocks.unmerge_adapter()
+    same_kept(answer(blocks, PLANS["snapkv"]), answer(plain, PLANS["snapkv"]))
 
 
 def test_a_peft_model_is_left_as_it_was_found(adapted):

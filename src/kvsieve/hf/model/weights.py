@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvsieve.errors import KvsieveError
+from kvsieve.models.quantized import QuantizedLinear
 
 # Unit vectors per call of a projection.
 _ROWS = 1024
@@ -59,9 +60,17 @@ def adapted_layer(decoder: nn.Module) -> Any | None:
 
 
 def active_adapters(layer: Any | None) -> tuple[str, ...]:
-    """Return the names of active adapters: merged into the weights, or enabled."""
+    """Return the names of active adapters: merged into the weights, or enabled.
+
+    Raises KvsieveError for adapters merged into weights in blocks, which stay as they are.
+    """
     if layer is None:
         return ()
+    if layer.merged_adapters and isinstance(layer.get_base_layer(), QuantizedLinear):
+        raise KvsieveError(
+            f"adapters {', '.join(layer.merged_adapters)} were merged into weights in blocks, which cannot be written: "
+            "call unmerge_adapter(), which leaves them active, or load the model with weights='expand'"
+        )
     return tuple(sorted({*layer.merged_adapters, *(() if layer.disable_adapters else layer.active_adapters)}))
 
 
