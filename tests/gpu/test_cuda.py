@@ -275,6 +275,16 @@ def test_a_graph_that_is_garbage_does_not_end_the_recording_of_another():
     assert torch.equal(ours.sequences, answered("eager").sequences)
 
 
+def test_answers_whose_graphs_are_gone_leave_room_for_others():
+    # The next recording makes one anew, which stays.
+    torch._C._cuda_clearCublasWorkspaces()
+    with kvsieve.attach(model_on("cuda"), plan_of("snapkv", model_on("cpu")), decode="graph") as sieve:
+        for _ in range(3):
+            decoding = sieve.generate(talk()[0][:1].cuda(), **GREEDY).stats.decoding
+            gc.collect()
+            assert (decoding.engine, decoding.reason) == ("graph", None)
+
+
 def test_sampling_goes_on_where_a_recording_failed():
     with while_recording(torch.cuda.synchronize):
         ours = answered("graph", do_sample=True)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 import kvsieve
 from drafted import alone, drafted
 from kvsieve.errors import PlanError, UnsupportedOptionError
-from kvsieve.hf.drafts import draft_passes
+from kvsieve.hf.drafts import draft_passes, length
 from kvsieve.hf.drafts.model import model_drafter
 from kvsieve.hf.drafts.translation import Translation
 from kvsieve.planning.roles import Loaded
@@ -36,8 +36,9 @@ PLANS = {
 
 @pytest.fixture(autouse=True)
 def unsure(monkeypatch):
-    """Tiny models are unsure of every token; their drafts go on nevertheless."""
+    """Tiny models are unsure of every token, and cost what they save; their drafts go on nevertheless."""
     monkeypatch.setattr(draft_passes, "LEAST", 0.0)
+    monkeypatch.setattr(length, "_MARGIN", 0.0)
 
 
 @functools.cache

@@ -160,6 +160,11 @@ def test_costly_drafts_pause_longer_and_longer():
     assert counts[0] and sum(map(bool, counts)) < 40 and sum(map(bool, counts[-100:])) <= 3
 
 
+def test_costly_drafts_that_cannot_pay_are_not_tried():
+    assert DraftLength(4, 0.1, draft=0.6).of_costly() == 1
+    assert DraftLength(4, 0.1, draft=0.9).of_costly() == 0
+
+
 def test_a_drafter_that_fails_is_dropped():
     class Failing(LookupDrafter):
         def propose(self, most):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Iterator
 
@@ -17,20 +18,23 @@ class Refused(Exception):
 
 
 class Graphs:
-    """Records passes as CUDA graphs, which share one pool of memory. Raises Refused without CUDA."""
+    """Records passes as CUDA graphs. Raises Refused without CUDA.
+
+    Each has a memory pool of its own: a pool that all its graphs have left takes no other while a library still keeps
+    memory in it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
             raise Refused(f"a CUDA graph needs the model on a CUDA device, it is on {device.type}")
         self.device = device
-        self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Run) -> Run:
         with torch.cuda.device(self.device):
-            # Libraries' initialization on first use must not be recorded.
             before = torch.cuda.current_stream()
-            aside = torch.cuda.Stream()
+            aside = _stream(torch.cuda.current_device())
             aside.wait_stream(before)
+            # Libraries' initialization on first use must not be recorded.
             with torch.cuda.stream(aside):
                 run()
             before.wait_stream(aside)
@@ -38,7 +42,7 @@ class Graphs:
             with (
                 _uncollected(),
                 _restored(before),
-                torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"),
             ):
                 out = run()
 
@@ -47,6 +51,12 @@ class Graphs:
             return out
 
         return replay
+
+
+@functools.cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """Return the stream of all recordings on a device: cuBLAS keeps a workspace for every stream."""
+    return torch.cuda.Stream(device)
 
 
 @contextlib.contextmanager

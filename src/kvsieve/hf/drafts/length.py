@@ -56,7 +56,8 @@ class DraftLength:
             self._wait -= 1
             return 0
         count = self._best(self._accepts[COSTLY], self.most)
-        if count:
+        # Even drafts that are all right may not pay.
+        if count or not self._best(1.0, self.most):
             return count
         # A trial, then a pause.
         self._wait = self._pause
