@@ -37,38 +37,58 @@ INLINE uint32_t word_at(const uint8_t *at) {
     return x;
 }
 
-// scale * q + more of n low halves of bytes, then of the high halves.
-INLINE void halves_of_bytes(const uint8_t *restrict q, int n, const float *scale, const float *more, float *restrict y) {
-    for (int j = 0; j < n; j++) y[j] = scale[0] * (float)(q[j] & 15) + more[0];
-    for (int j = 0; j < n; j++) y[n + j] = scale[1] * (float)(q[j] >> 4) + more[1];
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+
+INLINE Bytes bytes_at(const uint8_t *from) {
+    Bytes x;
+    memcpy(&x, from, sizeof x);
+    return x;
 }
 
-// The same with a fifth bit: bits `first` and `first` + 1 of the bytes of `high`.
-INLINE void fives_of_bytes(const uint8_t *restrict q, const uint8_t *restrict high, int first, int n, const float *scale,
-                           const float *more, float *restrict y) {
-    for (int j = 0; j < n; j++) y[j] = scale[0] * (float)((q[j] & 15) | (high[j] >> first & 1) << 4) + more[0];
-    for (int j = 0; j < n; j++) y[n + j] = scale[1] * (float)(q[j] >> 4 | (high[j] >> (first + 1) & 1) << 4) + more[1];
+// scale * q + more of 16 integers with signs.
+INLINE void put_scaled(Bytes q, float scale, float more, float *y) {
+#if defined(__AVX512F__)
+    __m512 x = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)q));
+    _mm512_storeu_ps(y, _mm512_fmadd_ps(x, _mm512_set1_ps(scale), _mm512_set1_ps(more)));
+#elif defined(__AVX2__)
+    for (int j = 0; j < 16; j += 8) {
+        __m128i eight = j ? _mm_unpackhi_epi64((__m128i)q, (__m128i)q) : (__m128i)q;
+        __m256 x = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight)), _mm256_set1_ps(scale));
+        _mm256_storeu_ps(y + j, _mm256_add_ps(x, _mm256_set1_ps(more)));
+    }
+#else
+    int8_t each[16];
+    memcpy(each, &q, sizeof each);
+    for (int j = 0; j < 16; j++) y[j] = scale * (float)each[j] + more;
+#endif
 }
 
-INLINE void unpack_4(const uint8_t *restrict b, int kind, float *restrict y) {
-    float d = scale_at(b), more = kind == Q4_1 ? scale_at(b + 2) : -8 * d;
-    float scales[2] = {d, d}, offsets[2] = {more, more};
-    halves_of_bytes(b + (kind == Q4_1 ? 4 : 2), 16, scales, offsets, y);
+// Bits of a word as bytes, 16 where a bit is set.
+INLINE Bytes sixteens(uint32_t bits) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    return (Bytes)_mm_maskz_set1_epi8((__mmask16)bits, 16);
+#else
+    static const uint8_t each[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    uint64_t two[2] = {(bits & 255) * 0x0101010101010101u, (bits >> 8 & 255) * 0x0101010101010101u};
+    return (Bytes)((bytes_at((const uint8_t *)two) & bytes_at(each)) != 0) & 16;
+#endif
 }
 
-INLINE void unpack_5(const uint8_t *restrict b, int kind, float *restrict y) {
-    float d = scale_at(b), more = kind == Q5_1 ? scale_at(b + 2) : -16 * d;
-    b += kind == Q5_1 ? 4 : 2;
-    uint32_t high = word_at(b);
-    b += 4;
-    for (uint32_t j = 0; j < 16; j++) y[j] = d * (float)(int32_t)((b[j] & 15u) | (high >> j & 1) << 4) + more;
-    for (uint32_t j = 0; j < 16; j++) y[16 + j] = d * (float)(int32_t)(b[j] >> 4 | (high >> (16 + j) & 1) << 4) + more;
+// Types of 32 numbers a block, of 4 or 5 bits.
+INLINE void unpack_few(const uint8_t *b, int kind, float *y) {
+    int has_offset = kind == Q4_1 || kind == Q5_1, is_five = kind == Q5_0 || kind == Q5_1;
+    float d = scale_at(b), more = has_offset ? scale_at(b + 2) : (is_five ? -16 : -8) * d;
+    b += has_offset ? 4 : 2;
+    Bytes q = bytes_at(is_five ? b + 4 : b), low = q & 15, high = q >> 4;
+    if (is_five) low |= sixteens(word_at(b)), high |= sixteens(word_at(b) >> 16);
+    put_scaled(low, d, more, y);
+    put_scaled(high, d, more, y + 16);
 }
 
-INLINE void unpack_8(const uint8_t *restrict b, float *restrict y) {
+INLINE void unpack_8(const uint8_t *b, float *y) {
     float d = scale_at(b);
-    const int8_t *q = (const int8_t *)b + 2;
-    for (int j = 0; j < 32; j++) y[j] = d * (float)q[j];
+    put_scaled(bytes_at(b + 2), d, 0, y);
+    put_scaled(bytes_at(b + 18), d, 0, y + 16);
 }
 
 // Scales, then offsets, of 6 bits, of the 8 parts of a block of Q4_K or Q5_K.
@@ -95,51 +115,49 @@ INLINE void scales_of_3(const uint8_t *from, uint8_t *scales) {
     memcpy(scales, all, sizeof all);
 }
 
-INLINE void unpack_2k(const uint8_t *restrict b, float *restrict y) {
+// Types of 256 numbers a block, in parts of 16 or 32 that have scales of their own.
+INLINE void unpack_2k(const uint8_t *b, float *y) {
     float d = scale_at(b + 80), least = scale_at(b + 82);
+#pragma GCC unroll 16
     for (int part = 0; part < 16; part++) {
-        float scale = d * (float)(b[part] & 15), more = -least * (float)(b[part] >> 4);
-        const uint8_t *q = b + 16 + part / 8 * 32 + part % 2 * 16;
-        int shift = part / 2 % 4 * 2;
-        for (int j = 0; j < 16; j++) y[part * 16 + j] = scale * (float)(q[j] >> shift & 3) + more;
+        Bytes q = bytes_at(b + 16 + part / 8 * 32 + part % 2 * 16) >> (part / 2 % 4 * 2) & 3;
+        put_scaled(q, d * (float)(b[part] & 15), -least * (float)(b[part] >> 4), y + part * 16);
     }
 }
 
-INLINE void unpack_3k(const uint8_t *restrict b, float *restrict y) {
+INLINE void unpack_3k(const uint8_t *b, float *y) {
     uint8_t scales[16];
-    scales_of_3(b + 96, scales);
     float d = scale_at(b + 108);
+    scales_of_3(b + 96, scales);
+#pragma GCC unroll 16
     for (int part = 0; part < 16; part++) {
-        float scale = d * (float)(scales[part] - 32);
-        const uint8_t *high = b + part % 2 * 16, *q = b + 32 + part / 8 * 32 + part % 2 * 16;
-        int shift = part / 2 % 4 * 2, bit = part / 2;
-        for (int j = 0; j < 16; j++)
-            y[part * 16 + j] = scale * (float)((q[j] >> shift & 3) + (high[j] >> bit & 1) * 4 - 4);
+        Bytes low = bytes_at(b + 32 + part / 8 * 32 + part % 2 * 16) >> (part / 2 % 4 * 2) & 3;
+        Bytes high = bytes_at(b + part % 2 * 16) >> (part / 2) & 1;
+        put_scaled(low + high * 4 - 4, d * (float)(scales[part] - 32), 0, y + part * 16);
     }
 }
 
-INLINE void unpack_45k(const uint8_t *restrict b, int kind, float *restrict y) {
+INLINE void unpack_45k(const uint8_t *b, int kind, float *y) {
     uint8_t sixth[16];
+    float d = scale_at(b), least = scale_at(b + 2);
     sixes(b + 4, sixth);
-    float d = scale_at(b), least = scale_at(b + 2), scales[8], offsets[8];
-    for (int j = 0; j < 8; j++) scales[j] = d * (float)sixth[j], offsets[j] = -least * (float)sixth[8 + j];
-    const uint8_t *high = b + 16, *q = kind == Q5_K ? b + 48 : b + 16;
-    for (int j = 0; j < 4; j++, q += 32, y += 64)
-        if (kind == Q5_K) fives_of_bytes(q, high, 2 * j, 32, scales + 2 * j, offsets + 2 * j, y);
-        else halves_of_bytes(q, 32, scales + 2 * j, offsets + 2 * j, y);
+#pragma GCC unroll 16
+    for (int part = 0; part < 16; part++) {
+        Bytes q = bytes_at(b + (kind == Q5_K ? 48 : 16) + part / 4 * 32 + part % 2 * 16) >> (part / 2 % 2 * 4) & 15;
+        if (kind == Q5_K) q |= (bytes_at(b + 16 + part % 2 * 16) >> (part / 2) & 1) << 4;
+        put_scaled(q, d * (float)sixth[part / 2], -least * (float)sixth[8 + part / 2], y + part * 16);
+    }
 }
 
-INLINE void unpack_6k(const uint8_t *restrict b, float *restrict y) {
-    const int8_t *scales = (const int8_t *)b + 192;
+INLINE void unpack_6k(const uint8_t *b, float *y) {
     float d = scale_at(b + 208);
+#pragma GCC unroll 16
     for (int part = 0; part < 16; part++) {
         // Of each half, 64 bytes have the low bits, the second 64 numbers in their high halves.
         int half = part / 8, quarter = part / 2 % 4, first = part % 2 * 16;
-        const uint8_t *low = b + half * 64 + quarter % 2 * 32 + first, *high = b + 128 + half * 32 + first;
-        float scale = d * (float)scales[part];
-        int down = quarter / 2 * 4, shift = quarter * 2;
-        for (int j = 0; j < 16; j++)
-            y[part * 16 + j] = scale * (float)(((low[j] >> down & 15) | (high[j] >> shift & 3) << 4) - 32);
+        Bytes low = bytes_at(b + half * 64 + quarter % 2 * 32 + first) >> (quarter / 2 * 4) & 15;
+        Bytes high = bytes_at(b + 128 + half * 32 + first) >> (quarter * 2) & 3;
+        put_scaled((low | high << 4) - 32, d * (float)(int8_t)b[192 + part], 0, y + part * 16);
     }
 }
 
@@ -153,10 +171,10 @@ static void unpack(int64_t kind, const uint8_t *from, int64_t blocks, float *to)
     case BF16:
         for (int64_t j = 0; j < blocks; j++) to[j] = of_half(((const uint16_t *)from)[j]);
         break;
-    case Q4_0: EACH(unpack_4(b, Q4_0, to), 18, 32); break;
-    case Q4_1: EACH(unpack_4(b, Q4_1, to), 20, 32); break;
-    case Q5_0: EACH(unpack_5(b, Q5_0, to), 22, 32); break;
-    case Q5_1: EACH(unpack_5(b, Q5_1, to), 24, 32); break;
+    case Q4_0: EACH(unpack_few(b, Q4_0, to), 18, 32); break;
+    case Q4_1: EACH(unpack_few(b, Q4_1, to), 20, 32); break;
+    case Q5_0: EACH(unpack_few(b, Q5_0, to), 22, 32); break;
+    case Q5_1: EACH(unpack_few(b, Q5_1, to), 24, 32); break;
     case Q8_0: EACH(unpack_8(b, to), 34, 32); break;
     case Q2_K: EACH(unpack_2k(b, to), 84, 256); break;
     case Q3_K: EACH(unpack_3k(b, to), 110, 256); break;

@@ -35,6 +35,13 @@ typedef struct {
 
 INLINE __m512i vector_at(const void *from) { return _mm512_loadu_si512(from); }
 
+// A vector that is read once: loads that cross lines of the cache cost more than copies of registers.
+INLINE __m512i read_once(const void *from) {
+    __m512i x = _mm512_loadu_si512(from);
+    __asm__("" : "+v"(x));
+    return x;
+}
+
 // Words of two vectors.
 INLINE __m512i words_of(__m512i low, const int16_t *index, __m512i high) {
     return _mm512_permutex2var_epi16(low, vector_at(index), high);
@@ -71,6 +78,13 @@ INLINE __m512i half_bytes(__m512i words, int k) { return k ? _mm512_srli_epi16(w
                     _mm512_set_epi64(ALL(h), ALL(g), ALL(f), ALL(e), ALL(d), ALL(c), ALL(b), ALL(a)))
 INLINE __m512i bits_at(__m512i places, __m512i from) { return _mm512_multishift_epi64_epi8(places, from); }
 
+// Integers of five bits from `first` on, of which four are the lowest of words; `bits` has the fifth as bit 4 for `x`, and
+// as bit 5 for `y`.
+INLINE void of_fives(__m512i x, __m512i y, __m512i bits, int first, __m512i *to_x, __m512i *to_y) {
+    *to_x = _mm512_permutexvar_epi16(joined(x, bits, 15), integers(first));
+    *to_y = _mm512_permutex2var_epi16(sixteen(first), joined(y, bits, 15), sixteen(first + 16));
+}
+
 // Four blocks of Q4_0, Q4_1, Q5_0 or Q5_1. Vector v has numbers 2 * i + 16 * (v & 1) + (v >> 1) of each block.
 INLINE void unpack_four(const uint8_t *at, int kind, Unit *unit, __m512 *least) {
     static const int16_t numbers[4][32] = {{PARTS(EIGHT, 1, 9, 4)},
@@ -86,7 +100,7 @@ INLINE void unpack_four(const uint8_t *at, int kind, Unit *unit, __m512 *least) 
         {TWICE(1, 12), TWICE(1, 12), TWICE(12, 12), TWICE(12, 12), TWICE(23, 12), TWICE(23, 12), TWICE(34, 12), TWICE(34, 12)},
         {TWICE(2, 16), TWICE(2, 16), TWICE(14, 16), TWICE(14, 16), TWICE(26, 16), TWICE(26, 16), TWICE(38, 16), TWICE(38, 16)}};
     int is_five = kind == Q5_0 || kind == Q5_1, has_least = HAS_LEAST(kind), form = 2 * is_five + has_least;
-    __m512i low = vector_at(at), high = vector_at(at + GROUP_BYTES(kind) - 64);
+    __m512i low = read_once(at), high = read_once(at + GROUP_BYTES(kind) - 64);
     __m512i words = words_of(low, numbers[form], high), both = words_of(low, scales[form], high);
     unit->scale = of_halves(_mm512_castsi512_si256(both));
     if (has_least) *least = of_halves(_mm512_extracti64x4_epi64(both, 1));
@@ -95,12 +109,12 @@ INLINE void unpack_four(const uint8_t *at, int kind, Unit *unit, __m512 *least) 
         for (int v = 0; v < 4; v++) unit->numbers[v] = _mm512_permutexvar_epi16(half_bytes(words, v), table);
         return;
     }
-    __m512i fifth = words_of(low, fifths[form - 2], high), table = integers(kind == Q5_0 ? -16 : 0);
-    for (int v = 0; v < 4; v++) {
-        int bit = 16 * (v & 1) + (v >> 1) - 4;
-        __m512i places = PLACES(2, bit, bit + 8, bit, bit + 8, bit, bit + 8, bit, bit + 8);
-        __m512i index = joined(half_bytes(words, v), bits_at(places, fifth), 15);
-        unit->numbers[v] = _mm512_permutexvar_epi16(index, table);
+    __m512i fifth = words_of(low, fifths[form - 2], high);
+    for (int v = 0; v < 2; v++) {
+        int bit = 16 * v - 4;
+        __m512i more = bits_at(PLACES(2, bit, bit + 8, bit, bit + 8, bit, bit + 8, bit, bit + 8), fifth);
+        of_fives(half_bytes(words, v), half_bytes(words, v + 2), more, kind == Q5_0 ? -16 : 0, unit->numbers + v,
+                 unit->numbers + v + 2);
     }
 }
 
@@ -110,7 +124,7 @@ INLINE void unpack_bytes(const uint8_t *at, Unit *unit) {
     // Words 9 to 67, counted from the fourth on.
     static const int16_t others[32] = {PARTS(EIGHT, 5, 17, 32)};
     static const int16_t scales[32] = {PARTS(SAME, 0, 17, 32), PARTS(SAME, 0, 17, 32)};
-    __m512i low = vector_at(at), high = vector_at(at + 64);
+    __m512i low = read_once(at), high = read_once(at + 64);
     __m512i parts[2] = {words_of(low, numbers, high), words_of(vector_at(at + 8), others, vector_at(at + 72))};
     __m512 scale = of_halves(_mm512_castsi512_si256(words_of(low, scales, high)));
     // A byte that is the highest of four is an integer 2 ** 24 times as large, whose float32 ends in 16 zeros.
@@ -146,18 +160,20 @@ INLINE void unpack_super(const uint8_t *at, int kind, Unit *units, __m512 *least
     units[0].scale = _mm512_permutexvar_ps(TIMES4(0, 2, 4, 6), *least);
     units[1].scale = _mm512_permutexvar_ps(TIMES4(1, 3, 5, 7), *least);
     const uint8_t *q = at + (kind == Q5_K ? 48 : 16);
-    __m512i low = vector_at(q), high = vector_at(q + 64), table = kind == Q5_K ? integers(0) : sixteen(0);
+    __m512i low = read_once(q), high = read_once(q + 64);
     for (int half = 0; half < 2; half++) {
         __m512i words = half ? _mm512_shuffle_i32x4(low, high, 0xdd) : _mm512_shuffle_i32x4(low, high, 0x88);
         __m512i fifth = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(at + 16 + 16 * half)));
-        for (int k = 0; k < 4; k++) {
-            __m512i index = half_bytes(words, k);
-            if (kind == Q5_K) {
-                int bit = 8 * (k >> 1) + (k & 1) - 4;
-                __m512i places = PLACES(16, bit, bit, bit + 2, bit + 2, bit + 4, bit + 4, bit + 6, bit + 6);
-                index = joined(index, bits_at(places, fifth), 15);
+        for (int k = 0; k < 2; k++) {
+            __m512i x = half_bytes(words, 2 * k), y = half_bytes(words, 2 * k + 1);
+            __m512i *to_x = units[0].numbers + 2 * half + k, *to_y = units[1].numbers + 2 * half + k;
+            if (kind == Q4_K) {
+                *to_x = _mm512_permutexvar_epi16(x, sixteen(0)), *to_y = _mm512_permutexvar_epi16(y, sixteen(0));
+                continue;
             }
-            units[k & 1].numbers[2 * half + (k >> 1)] = _mm512_permutexvar_epi16(index, table);
+            int bit = 8 * k - 4;
+            __m512i places = PLACES(16, bit, bit, bit + 2, bit + 2, bit + 4, bit + 4, bit + 6, bit + 6);
+            of_fives(x, y, bits_at(places, fifth), 0, to_x, to_y);
         }
     }
 }
@@ -169,7 +185,7 @@ INLINE void unpack_sixes(const uint8_t *at, Unit *units) {
     scales = _mm512_mul_ps(scales, _mm512_set1_ps(scale_at(at + 208)));
     units[0].scale = _mm512_permutexvar_ps(TIMES2(0, 8, 1, 9, 2, 10, 3, 11), scales);
     units[1].scale = _mm512_permutexvar_ps(TIMES2(4, 12, 5, 13, 6, 14, 7, 15), scales);
-    __m512i low = vector_at(at), high = vector_at(at + 64), two = vector_at(at + 128);
+    __m512i low = read_once(at), high = read_once(at + 64), two = read_once(at + 128);
     __m512i table = integers(-32), more = integers(0);
     for (int half = 0; half < 2; half++) {
         __m512i words = half ? _mm512_unpackhi_epi64(low, high) : _mm512_unpacklo_epi64(low, high);
@@ -207,7 +223,7 @@ typedef struct {
     int64_t whole, rest;         // groups of a row of the weight that are whole; bytes of one that is not
 } Pairs;
 
-// Sums [rows, outputs], each in the lanes of a vector, of products of as many rows of a weight and of x.
+// Sums [rows, TURN], each in the lanes of a vector, of products of `outputs` rows of a weight with rows of x.
 INLINE void integer_sums(const uint8_t *const *w, int kind, const Pairs *pairs, const char *x, int outputs, int rows,
                          Floats *sums) {
     uint8_t last[2][256];
@@ -250,75 +266,71 @@ INLINE void integer_sums(const uint8_t *const *w, int kind, const Pairs *pairs, 
         }
     }
 #pragma GCC unroll 16
-    for (int i = 0; i < outputs * rows; i++) sums[i] = (Floats)a[i];
+    for (int i = 0; i < outputs * rows; i++) sums[i / outputs * TURN + i % outputs] = (Floats)a[i];
 }
 
-// Lanes of sums [rows, outputs] are added, and parts of a token; `count` of the outputs are written, from `at` on.
-static __attribute__((noinline)) void write_sums(const Weight *target, const Pairs *pairs, void *out, int64_t at,
-                                                 int64_t first, int rows, int outputs, int count, const Floats *sums) {
-    float all[TURN];
+// Lanes of sums [rows, TURN] are added, and rows that are parts of a token; `count` of TURN are written, from `at` on.
+static void write_sums(const Weight *target, const Pairs *pairs, void *out, int64_t at, int64_t first, int rows,
+                       int count, const Floats *sums) {
     int parts = (int)pairs->parts;
-    for (int i = 0; i < TURN; i++) all[i] = 0;
-    all_totals(sums, outputs * rows, all);
-    for (int r = 0; r < rows / parts; r++)
-        for (int o = 0; o < count; o++) {
-            float sum = all[r * parts * outputs + o];
-            for (int p = 1; p < parts; p++) sum += all[(r * parts + p) * outputs + o];
-            all[r * count + o] = sum;
-        }
-    put(target, out, at, first / parts, count, rows / parts, all, (int)target->form);
-}
-
-// Products of rows [from, to) of a weight with one row of x: up to TURN at a time, so that lanes are added for all of them.
-INLINE void integers_with_one(const Matrix *matrix, int kind, const Weight *target, const Pairs *pairs, void *out,
-                              int64_t from, int64_t to) {
-    for (int64_t at = from; at < to; at += TURN) {
-        int count = to - at < TURN ? (int)(to - at) : TURN;
-        Floats sums[TURN];
-        for (int o = 0; o < count; o++) {
-            const uint8_t *w = row_at(matrix, at + o);
-            integer_sums(&w, kind, pairs, pairs->x, 1, 1, sums + o);
-        }
-        write_sums(target, pairs, out, at, 0, 1, count, count, sums);
+    __mmask16 some = (__mmask16)((1 << count) - 1);
+    __m512 more = _mm512_setzero_ps();
+    if (target->bias && target->form == FLOATS) more = _mm512_maskz_loadu_ps(some, (const float *)target->bias + at);
+    else if (target->bias) {
+        __m256i halves_of_it = _mm256_maskz_loadu_epi16(some, (const uint16_t *)target->bias + at);
+        more = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves_of_it), 16);
+    }
+    for (int r = 0; r < rows; r += parts) {
+        __m512 sum = totals(sums + r * TURN);
+        for (int p = 1; p < parts; p++) sum = _mm512_add_ps(sum, totals(sums + (r + p) * TURN));
+        sum = _mm512_add_ps(sum, more);
+        int64_t to = (first + r) / parts * target->width + at;
+        if (target->form == FLOATS) _mm512_mask_storeu_ps((float *)out + to, some, sum);
+        else _mm256_mask_storeu_epi16((uint16_t *)out + to, some, (__m256i)_mm512_cvtneps_pbh(sum));
     }
 }
 
-// Products of rows `at` and the next, if it is before `to`, with `rows` rows of x from `first` on.
-INLINE void integers_with_some(const Matrix *matrix, int kind, const Weight *target, const Pairs *pairs, void *out,
-                               int64_t at, int64_t to, int64_t first, int rows) {
-    int count = at + 1 < to ? 2 : 1;
-    const uint8_t *w[2] = {row_at(matrix, at), row_at(matrix, at + count - 1)};
-    Floats sums[2 * TOGETHER];
-    integer_sums(w, kind, pairs, pairs->x + first * pairs->next, 2, rows, sums);
-    write_sums(target, pairs, out, at, first, rows, 2, count, sums);
+// Products of `count` rows of a weight, from row `at` on, with `rows` rows of x from `first` on.
+INLINE void integers_with(const Matrix *matrix, int kind, const Pairs *pairs, int64_t at, int count, int64_t first,
+                          int rows, Floats *sums) {
+    int outputs = rows > 1 ? 2 : 1;
+    const char *x = pairs->x + first * pairs->next;
+    for (int o = 0; o < count; o += outputs) {
+        // The last row of an odd number is multiplied twice.
+        const uint8_t *w[2] = {row_at(matrix, at + o), row_at(matrix, at + (o + 1 < count ? o + 1 : o))};
+        integer_sums(w, kind, pairs, x, outputs, rows, sums + o);
+    }
 }
 
 // The same of rows [from, to) with all rows of x, in groups that differ by one token at most.
 INLINE void integers_with_all(const Matrix *matrix, int kind, const Weight *target, const Pairs *pairs, void *out,
                               int64_t from, int64_t to) {
     int64_t tokens = pairs->rows / pairs->parts, few = TOGETHER / pairs->parts, groups = (tokens + few - 1) / few;
-    for (int64_t at = from; at < to; at += 2)
-        for (int64_t left = groups, token = 0, some; left; left--, token += some) {
-            some = (tokens - token + left - 1) / left;
-#define SUMS(ROWS) integers_with_some(matrix, kind, target, pairs, out, at, to, token * pairs->parts, ROWS)
-            switch (some * pairs->parts) {
-            case 1: SUMS(1); break;
-            case 2: SUMS(2); break;
-            case 3: SUMS(3); break;
-            case 4: SUMS(4); break;
-            case 5: SUMS(5); break;
-            default: SUMS(6);
+    Floats sums[TOGETHER * TURN] = {{0}};
+    for (int64_t at = from; at < to; at += TURN) {
+        int count = to - at < TURN ? (int)(to - at) : TURN;
+        for (int64_t left = groups, row = 0, rows; left; left--, row += rows) {
+            rows = (tokens - row / pairs->parts + left - 1) / left * pairs->parts;
+#define ROWS(N) integers_with(matrix, kind, pairs, at, count, row, N, sums)
+            switch (rows) {
+            case 1: ROWS(1); break;
+            case 2: ROWS(2); break;
+            case 3: ROWS(3); break;
+            case 4: ROWS(4); break;
+            case 5: ROWS(5); break;
+            default: ROWS(6);
             }
-#undef SUMS
+#undef ROWS
+            write_sums(target, pairs, out, at, row, (int)rows, count, sums);
         }
+    }
 }
 
 static void integer_rows(const Matrix *matrix, const Weight *target, const Pairs *pairs, void *out, int64_t from,
                          int64_t to) {
 #define KIND(NAME) \
     case NAME: \
-        if (pairs->rows == 1) integers_with_one(matrix, NAME, target, pairs, out, from, to); \
-        else integers_with_all(matrix, NAME, target, pairs, out, from, to); \
+        integers_with_all(matrix, NAME, target, pairs, out, from, to); \
         break
     switch (matrix->kind) {
         KIND(Q4_0);
