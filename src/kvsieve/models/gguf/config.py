@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
+# Keys of sizes, none of which is larger than the largest dimension of a tensor.
+_SIZES = (
+    *("embedding_length", "feed_forward_length", "vocab_size", "attention.head_count", "attention.head_count_kv"),
+    *("attention.key_length", "attention.value_length", "rope.dimension_count"),
+    *("expert_count", "expert_used_count", "expert_feed_forward_length"),
+)
+
+
 def read_settings(file: GgufFile) -> dict[str, Any]:
     """Return a configuration's settings, under the names of transformers, corrected (`corrections`).
 
@@ -24,6 +32,7 @@ def read_settings(file: GgufFile) -> dict[str, Any]:
     """
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+    _check_sizes(file)
     # The reader of transformers takes seconds for a large vocabulary, which no setting depends on but by its length.
     with tempfile.TemporaryDirectory() as folder:
         small = Path(folder) / "header.gguf"
@@ -40,8 +49,26 @@ def read_settings(file: GgufFile) -> dict[str, Any]:
     return correct(settings, file)
 
 
-def make_config(settings: dict[str, Any]) -> PreTrainedConfig:
-    """Return the configuration of these settings. Raises ModelLoadError for a model type that transformers lacks."""
+def _check_sizes(file: GgufFile) -> None:
+    """Raise ModelLoadError for sizes that the file has no tensors for, before transformers makes a model of them."""
+    largest = max((max(tensor.shape) for tensor in file.tensors.values()), default=0)
+    blocks = len({name.split(".")[1] for name in file.tensors if name.startswith("blk.")})
+    positions = file.tensors.get("position_embd.weight")
+    most = dict.fromkeys(_SIZES, largest) | {"block_count": blocks}
+    if positions is not None:
+        most["context_length"] = positions.shape[0]
+    for name, size in most.items():
+        key = f"{file.architecture}.{name}"
+        found = file.get(key, 0)
+        sizes = found if isinstance(found, list) else [found]
+        if not all(isinstance(number, int) and 0 <= number <= size for number in sizes):
+            raise ModelLoadError(
+                f"cannot load {file.path}: its {key} is {short(found)}, expected at most {size}, which its tensors have"
+            )
+
+
+def make_config(settings: dict[str, Any], file: GgufFile) -> PreTrainedConfig:
+    """Return the configuration of a file's settings. Raises ModelLoadError for settings that transformers refuses."""
     from transformers import AutoConfig
 
     settings = dict(settings)
@@ -49,7 +76,7 @@ def make_config(settings: dict[str, Any]) -> PreTrainedConfig:
     try:
         return AutoConfig.for_model(kind, **settings)
     except Exception as error:
-        raise ModelLoadError(f"cannot make a configuration of type {short(kind)}: {error}") from error
+        raise ModelLoadError(f"cannot load {file.path}: no configuration of type {short(kind)}: {error}") from error
 
 
 def expanded_config(file: GgufFile) -> PreTrainedConfig | None:
@@ -58,7 +85,7 @@ def expanded_config(file: GgufFile) -> PreTrainedConfig | None:
         from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
     except ImportError:  # before 5.24
         GGUF_CONFIG_ARCHS = {}
-    return None if file.architecture in GGUF_CONFIG_ARCHS else make_config(read_settings(file))
+    return None if file.architecture in GGUF_CONFIG_ARCHS else make_config(read_settings(file), file)
 
 
 __all__ = ["expanded_config", "make_config", "read_settings"]

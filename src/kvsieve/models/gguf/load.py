@@ -41,10 +41,13 @@ def load_blocks(path: str | os.PathLike[str], dtype: torch.dtype) -> tuple[PreTr
         )
     tokenizer = tokenizer_of(file)
     settings = read_settings(file)
-    config = make_config(settings)
+    config = make_config(settings, file)
     config.name_or_path = os.fspath(file.path)
-    with accelerate.init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    try:
+        with accelerate.init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except Exception as error:
+        raise ModelLoadError(f"cannot load {file.path}: transformers makes no model of its keys: {error}") from error
     filling = Filling(file, model, settings, dtype)
     filling.run()
     filling.tell()
