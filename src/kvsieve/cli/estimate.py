@@ -127,7 +127,7 @@ def make_report(
     from kvsieve.planning.plans import Plan
     from kvsieve.planning.profiles import Fingerprint
 
-    config, shape = _geometry(name, runs)
+    config, shape = _geometry(name, runs, weights)
     size = ELEMENT_BYTES[dtype]
     sizes = weight_sizes(shape, size, name, weights)
     # Costs hardly depend on the tokenizer, so it is not loaded.
@@ -160,11 +160,12 @@ def make_report(
     }
 
 
-def _geometry(name: str | None, runs: list[MethodRun]) -> tuple[Any, Any]:
-    """Return a model's config and geometry, without importing torch if neither the model nor a plan needs it."""
+def _geometry(name: str | None, runs: list[MethodRun], weights: str | None) -> tuple[Any, Any]:
+    """Return a model's config and geometry, without importing torch if model, weights and plans do not need it."""
     from kvsieve.lab.bench.plain_geometry import plain_config, plain_geometry
 
-    config = None if any(_needs_model(run.plan) for run in runs) else plain_config(name)
+    needed = weights is not None or any(_needs_model(run.plan) for run in runs)
+    config = None if needed else plain_config(name)
     if config is not None:
         return config, plain_geometry(config)
     from kvsieve.lab.bench.geometry import geometry

@@ -452,16 +452,27 @@ def test_a_model_that_cannot_be_estimated_or_is_not_there(cli, tmp_path):
 
 
 def test_packed_weights_by_hand(llama):
-    """Of linear layers and the table 8.5 or 4.5 bits a number, of norms 16."""
-    packed, norms = 8_030_261_248 - 65 * 4096, 65 * 4096
-    for form, bits in (("int8", 8.5), ("int4", 4.5)):
+    """Norms stay 16 bits; Q8_0 takes 8.5 bits a number and Q4_K 4.5, but not for table, output, keys and values."""
+    norms, ends, small = 65 * 4096, 2 * 4096 * 128256, 32 * 2 * 4096 * 1024
+    packed = 8_030_261_248 - norms
+    expected = {
+        "int8": packed * 8.5 / 8,
+        "int4": (packed - ends - small) * 4.5 / 8 + (ends + small) * 8.5 / 8,
+    }
+    for form, size in expected.items():
         sizes = weight_sizes(llama, 2, None, form)
-        assert sizes.total == packed * bits / 8 + norms * 2
-        assert sizes.buffer == 2 * 4096 * 14336 and sizes.kinds == (form,)
+        assert sizes.total == size + norms * 2
+        assert sizes.buffer == 2 * 4096 * 14336 and sizes.kinds == (("Q8_0",) if form == "int8" else ("Q4_K", "Q8_0"))
         one = estimate(llama, Plan(), 1000, weights=sizes)
         assert one.weight_bytes == sizes.total and one.kv_bytes == estimate(llama, Plan(), 1000).kv_bytes
         read = (8_030_261_248 - 4096 * 128256) / 8_030_261_248
         assert one.decode_bytes == pytest.approx(sizes.total * read + one.kv_bytes, rel=1e-6)
+
+
+def test_packed_weights_are_those_that_are_loaded(model_dir):
+    for form in ("int8", "int4"):
+        model, _ = kvsieve.models.load(model_dir, torch.float32, "cpu", weights=form)
+        assert weight_sizes(geometry(model.config), 4, None, form).total == weight_bytes(model)
 
 
 @pytest.fixture(scope="module")
@@ -487,8 +498,12 @@ def test_a_files_weights_are_those_that_are_loaded(toy):
 def test_the_command_prices_forms_of_weights(cli, toy, folder):
     code, out, _ = cli(toy, "--context", "100", "--method", "full")
     assert code == 0 and "in blocks of F32, computing in bfloat16" in out
-    for name, form, kinds in ((toy, "expand", "bfloat16"), (folder, "int4", ["int4"])):
+    for name, form, kinds in ((toy, "expand", "bfloat16"), (folder, "int8", ["Q8_0"])):
         code, out, _ = cli(name, "--context", "100", "--method", "full", "--weights", form, "--json")
         report = json.loads(out)
         size = report["results"][0]["weight_bytes"] / report["parameters"]
-        assert code == 0 and report["weights"] == kinds and 0.5 < size < (2.1 if form == "expand" else 0.6)
+        assert (
+            code == 0
+            and report["weights"] == kinds
+            and size == pytest.approx(2 if form == "expand" else 8.5 / 8, rel=1e-3)
+        )

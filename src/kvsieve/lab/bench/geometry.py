@@ -82,9 +82,6 @@ class Geometry:
     Attributes:
         parameters: all, tied ones once, including a vision tower's.
         head_parameters: of the output layer.
-        linear_parameters: weights of linear layers, except for an output layer that shares an embedding table.
-        table_parameters: embedding tables.
-        largest_linear: parameters of the largest linear layer inside the decoder's layers.
         outside_parameters: linear ones of the decoder outside its layers, used by every token.
         read_parameters: read for any token of text, without embedding tables and experts.
         expert_parameters: of all experts; a token uses `active_share` of them.
@@ -95,9 +92,6 @@ class Geometry:
     layers: tuple[Layer, ...]
     parameters: int
     head_parameters: int
-    linear_parameters: int
-    table_parameters: int
-    largest_linear: int
     outside_parameters: int
     read_parameters: int
     expert_parameters: int
@@ -137,8 +131,7 @@ def geometry(config: Any) -> Geometry:
         raise _unsupported(config, str(error)) from error
     modules: Any = layers_of(decoder_of(model))
     experts, share = _experts(config, text, modules)
-    tables = {id(p): p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
-    linears = {id(module.weight): module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)}
+    tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     head = model.get_output_embeddings()
     head_parameters = head.weight.numel() if head is not None else 0
     inside = {id(p) for layer in modules for p in layer.parameters()}
@@ -149,9 +142,6 @@ def geometry(config: Any) -> Geometry:
         layers=_layers(shapes, modules, share),
         parameters=sum(p.numel() for p in model.parameters()),
         head_parameters=head_parameters,
-        linear_parameters=sum(count for key, count in linears.items() if key not in tables),
-        table_parameters=sum(p.numel() for p in tables.values()),
-        largest_linear=max((count for key, count in linears.items() if key in inside), default=0),
         outside_parameters=sum(p.numel() for p in rest if p.ndim == 2 and id(p) not in inside),
         read_parameters=sum(p.numel() for p in rest) + head_parameters - experts,
         expert_parameters=experts,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvsieve.lab.bench.geometry import Geometry
 from kvsieve.models.gguf.file import GgufFile
 from kvsieve.models.source import checkpoint_source
-
-# Bits of a number in blocks, scales included.
-_BITS = {"int8": 8.5, "int4": 4.5}
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ def weight_sizes(geometry: Geometry, element: int, name: str | None = None, weig
     """Return the bytes of a model's weights in a form.
 
     Args:
-        geometry: of the model.
+        geometry: of the model; with the model itself for "int8" and "int4".
         element: bytes of a number in the model's dtype.
         name: of the model; of a .gguf file the header is read.
         weights: form, of `kvsieve.models.load`.
@@ -44,26 +42,47 @@ def weight_sizes(geometry: Geometry, element: int, name: str | None = None, weig
     Raises:
         ModelNotFoundError, ModelLoadError: a .gguf file that cannot be read.
     """
-    if weights in _BITS:
-        packed = round((geometry.linear_parameters + geometry.table_parameters) * _BITS[weights] / 8)
-        rest = geometry.parameters - geometry.linear_parameters - geometry.table_parameters
-        total = packed + rest * element
-        return WeightSizes(total, total / geometry.parameters, geometry.largest_linear * element, (weights,))
+    if weights in ("int8", "int4"):
+        return _sizes(geometry.parameters, element, _packed(geometry, weights))
     if name is not None and name.endswith(".gguf") and weights is None:
-        return _stored(name, element)
+        from kvsieve.kernels.cpu.quantized import FORMATS
+
+        folder, options = checkpoint_source(name)
+        tensors = GgufFile(os.path.join(folder, options["gguf_file"])).tensors.values()
+        matrices = [tensor for tensor in tensors if len(tensor.shape) == 2 and tensor.kind in FORMATS]
+        blocks = (
+            _Block(tensor.kind, math.prod(tensor.shape), tensor.nbytes, tensor.name.startswith("blk."))
+            for tensor in matrices
+        )
+        return _sizes(sum(math.prod(tensor.shape) for tensor in tensors), element, blocks)
     return WeightSizes(geometry.parameters * element, element)
 
 
-def _stored(name: str, element: int) -> WeightSizes:
-    """Return the bytes of a .gguf file's weights: matrices as they are stored, others in the model's dtype."""
-    from kvsieve.kernels.cpu.quantized import FORMATS
+@dataclass(frozen=True)
+class _Block:
+    """A weight in blocks. kind: its format; numbers, nbytes: in it; inside: True for one of a decoder layer."""
 
-    folder, options = checkpoint_source(name)
-    tensors = GgufFile(os.path.join(folder, options["gguf_file"])).tensors.values()
-    blocks = [tensor for tensor in tensors if len(tensor.shape) == 2 and tensor.kind in FORMATS]
-    numbers = sum(math.prod(tensor.shape) for tensor in tensors)
-    others = numbers - sum(math.prod(tensor.shape) for tensor in blocks)
-    total = sum(tensor.nbytes for tensor in blocks) + others * element
-    inside = (math.prod(tensor.shape) for tensor in blocks if tensor.name.startswith("blk."))
-    kinds = sorted({tensor.kind for tensor in blocks})
-    return WeightSizes(total, total / numbers, max(inside, default=0) * element, tuple(kinds))
+    kind: str
+    numbers: int
+    nbytes: int
+    inside: bool
+
+
+def _packed(geometry: Geometry, weights: str) -> Iterable[_Block]:
+    """Return the weights that packing a checkpoint puts in blocks."""
+    from kvsieve.models.packed.layout import layout_of
+
+    model = geometry.model
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    for name, weight in layout_of(model, weights).packed.items():
+        inside = model.get_submodule(name.removesuffix(".weight")) not in ends
+        yield _Block(weight.kind, math.prod(weight.shape), weight.shape[0] * weight.row_bytes, inside)
+
+
+def _sizes(numbers: int, element: int, blocks: Iterable[_Block]) -> WeightSizes:
+    """Return the bytes of `numbers` numbers: those of blocks as they are stored, others of `element` bytes."""
+    found = list(blocks)
+    total = sum(block.nbytes for block in found) + (numbers - sum(block.numbers for block in found)) * element
+    largest = max((block.numbers for block in found if block.inside), default=0)
+    kinds = sorted({block.kind for block in found})
+    return WeightSizes(total, total / numbers, largest * element, tuple(kinds))
