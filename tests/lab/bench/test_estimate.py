@@ -469,7 +469,9 @@ def test_packed_weights_by_hand(llama):
         assert one.decode_bytes == pytest.approx(sizes.total * read + one.kv_bytes, rel=1e-6)
 
 
-def test_packed_weights_are_those_that_are_loaded(model_dir):
+def test_packed_weights_are_those_that_are_loaded(model_dir, tmp_path, monkeypatch):
+    for module in ("packed.load", "fetch"):
+        monkeypatch.setattr(f"kvsieve.models.{module}.cache_dir", lambda: tmp_path)
     for form in ("int8", "int4"):
         model, _ = kvsieve.models.load(model_dir, torch.float32, "cpu", weights=form)
         assert weight_sizes(geometry(model.config), 4, None, form).total == weight_bytes(model)
