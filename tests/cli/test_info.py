@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import tomllib
@@ -12,6 +13,9 @@ import pytest
 from kvsieve.cli import info
 from kvsieve.kernels.cpu import build as kernels
 from kvsieve.kernels.cpu import mass, prompt
+from kvsieve.models import load_tokenizer
+from tiny_models import build
+from toy_gguf import TOKENS, write_gguf
 from unreadable import forbid
 
 
@@ -61,3 +65,43 @@ def test_a_machine_without_kernels_is_told_once(cli, model_dir, monkeypatch, tmp
             each.cache_clear()
     told = "warning: no compiled kernels, so plain torch computes more slowly (`kvsieve doctor`): false made no kernels"
     assert code == 0 and len(lines(err, "warning")) == 1 and lines(err, "warning")[0].startswith(told)
+
+
+def test_doctor_tells_what_a_gguf_file_has_and_how_its_tokenizer_differs(cli, tmp_path):
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    toy = build("llama", vocab_size=len(TOKENS), bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    file = tmp_path / "toy.gguf"
+    write_gguf(toy, file)
+    data = json.loads(cli("doctor", file, "--json")[1])
+    vectors = 2 * toy.config.num_hidden_layers + 1
+    assert data["others_in_F32"].endswith(f"in {vectors} tensors, vectors, in the model's dtype")
+    assert f"in {len(list(toy.parameters())) - vectors} tensors, read in blocks by" in data["weights_in_F32"]
+    assert data["tokenizer"] == f"gpt2, {len(TOKENS)} tokens, split as llama-bpe"
+    assert (data["end_tokens"], data["chat_template"], data["eviction"]) == ("</s>", "no", "runs")
+    assert data["rotary_positions"] == f"default, rope_theta {toy.config.rope_parameters['rope_theta']:.10g}"
+    assert data["original_tokenizer"].startswith("not compared: no checkpoint lies beside the file; name one as")
+    tokenizer = load_tokenizer(str(file))
+    for folder, added in ((tmp_path, []), (tmp_path / "other", ["They"])):
+        tokenizer.add_tokens(added)
+        tokenizer.save_pretrained(folder)
+        toy.config.save_pretrained(folder)
+    rows = lines(cli("doctor", file)[1], "original tokenizer") + lines(
+        cli("doctor", file, folder)[1], "original tokenizer"
+    )
+    assert rows[0].endswith(f"same as {tmp_path} on a test text")
+    assert rows[1].endswith(f"differs from {folder} in: contractions")
+    assert "compared with a .gguf file, got" in cli("doctor", tmp_path, folder)[2]
+
+
+def test_doctor_finds_the_original_in_the_hubs_cache(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    from kvsieve.cli import gguf_facts
+
+    keys = {"general.source.url": "https://huggingface.co/owner/name", "general.base_model.0.repo_url": "elsewhere"}
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *name: f"/cache/{'/'.join(name)}")
+    assert gguf_facts._repository(keys) == "owner/name"
+    assert gguf_facts._cached("owner/name") == "/cache/owner/name"
+    assert gguf_facts._repository({"general.source.url": "https://huggingface.co/owner/name/tree"}) is None
+    assert gguf_facts._cached(None) is None

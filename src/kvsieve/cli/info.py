@@ -10,7 +10,7 @@ import typer
 from kvsieve import models
 from kvsieve.cli.loading import check_model_name
 from kvsieve.cli.output import JsonOption, emit_json, one_line, say, show
-from kvsieve.errors import KvsieveError
+from kvsieve.errors import InputError, KvsieveError, short
 from kvsieve.planning.named import plan as plan_of
 from kvsieve.version import __version__
 
@@ -42,12 +42,19 @@ _EXTRAS = {
 
 def doctor_command(
     model: Annotated[
-        str | None, typer.Argument(help="Hub id or checkpoint directory to examine too (default: none)")
+        str | None, typer.Argument(help="Hub id, checkpoint directory or .gguf file to examine too (default: none)")
+    ] = None,
+    original: Annotated[
+        str | None,
+        typer.Argument(help="Checkpoint to compare the .gguf file's tokenizer with (default: beside it, or cached)"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show versions, device, kernels and missing packages, with their install commands; with MODEL, its methods."""
     check_model_name(model)
+    check_model_name(original)
+    if original is not None and not str(model).endswith(".gguf"):
+        raise InputError(f"a second model is compared with a .gguf file, got {short(model)} as the first: leave it out")
     facts = {**_versions(), **_device(), "cache directory": str(models.cache_dir())}
     problems = [problem for problem in (_version_problem(),) if problem]
     try:
@@ -58,7 +65,7 @@ def doctor_command(
     facts["demo model"] = where
     problems += [problem] if problem else []
     if model is not None:
-        about, problem = _model(model)
+        about, problem = _model(model, original)
         facts |= about
         problems += [problem] if problem else []
     if as_json:
@@ -158,9 +165,10 @@ def _dtype() -> dict[str, str]:
     return {"dtype": f"{choice.name}: {choice.reason}; --dtype overrides"}
 
 
-def _model(name: str) -> tuple[dict[str, str], str | None]:
+def _model(name: str, original: str | None = None) -> tuple[dict[str, str], str | None]:
     """Return the kinds of a model's layers and the roles that run on it, from its config; or why none does."""
     from kvsieve.cli.estimate import model_config
+    from kvsieve.cli.gguf_facts import file_facts
     from kvsieve.cli.models_table import kinds_of
     from kvsieve.hf.kinds import describe_kinds
     from kvsieve.hf.model.shapes import meta_model
@@ -170,6 +178,8 @@ def _model(name: str) -> tuple[dict[str, str], str | None]:
     config = model_config(name)
     facts = {"model": f"{name}, of type {config.model_type}"}
     try:
+        if name.endswith(".gguf"):
+            facts |= file_facts(name, original)
         check_weights(name)
         model = meta_model(config)
     except KvsieveError as error:
