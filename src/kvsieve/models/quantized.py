@@ -14,8 +14,15 @@ from kvsieve.errors import KvsieveError
 from kvsieve.kernels.cpu import quantized as kernel
 from kvsieve.kernels.cpu.quantized import QuantizedMatrix
 
-# Dequantized weights of one layer at a time, in a buffer that prompts use again and again.
-_scratch = threading.local()
+
+class _Scratch(threading.local):
+    """Memory of this thread for one dequantized weight of each dtype, used again and again by prompts."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[torch.dtype, Tensor] = {}
+
+
+_scratch = _Scratch()
 
 
 class QuantizedLinear(nn.Linear):
@@ -127,10 +134,9 @@ def matrices_of(module: nn.Module) -> list[QuantizedMatrix]:
 
 def _buffer(width: int, inner: int, dtype: torch.dtype) -> Tensor:
     """Return a tensor [width, inner] in this thread's buffer, which grows and is not given back."""
-    held: dict[torch.dtype, Tensor] = _scratch.__dict__
-    found = held.get(dtype)
+    found = _scratch.buffers.get(dtype)
     if found is None or found.numel() < width * inner:
-        held[dtype] = found = torch.empty(width * inner, dtype=dtype)
+        _scratch.buffers[dtype] = found = torch.empty(width * inner, dtype=dtype)
     return found[: width * inner].view(width, inner)
 
 
