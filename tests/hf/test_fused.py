@@ -116,10 +116,10 @@ def test_prompts_and_tokens_are_computed_by_the_kernels(dtype, monkeypatch):
         told = result.stats.decoding
         assert (told.engine, told.reason, told.fused_modules) == (decode, None, 17 if decode == "fused" else 0)
         scores[decode] = torch.stack(result.output.logits).float()
-    names = [name for name, _ in asked]
-    # Of six passes: four layers, two of whose norms, and the last one's; queries and keys.
-    assert [names.count(name) for name in ("rms_norm", "gated_silu", "rotate")] == [54, 24, 48]
-    assert {shape[-2] for _, shape in asked} == {1, PROMPT.shape[1]}
+    names = [name for name, shape in asked if shape[-2] > 1]
+    # The prompt: four layers, two of whose norms, and the last one's; queries and keys. Tokens: the last norm.
+    assert [names.count(name) for name in ("rms_norm", "gated_silu", "rotate")] == [9, 4, 8]
+    assert [name for name, shape in asked if shape[-2] == 1] == ["rms_norm"] * 5
     # On AVX2 either is 1.2e-5 from the scores in float64 here.
     bound = {torch.float32: 1e-4, torch.bfloat16: 0.05}[dtype]
     torch.testing.assert_close(scores["fused"], scores["eager"], atol=bound, rtol=bound)

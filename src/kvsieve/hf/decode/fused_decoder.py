@@ -6,6 +6,7 @@ import logging
 
 from torch import nn
 
+from kvsieve.hf.decode.fused_layers import FusedLayers
 from kvsieve.hf.decode.fused_modules import FusedModules
 from kvsieve.hf.decode.linears import Linears
 from kvsieve.models.quantized import weight_bytes
@@ -34,8 +35,9 @@ class FusedDecoder:
 
     def __init__(self, decoder: nn.Module, output: nn.Module | None = None, *, narrow: bool = False) -> None:
         self._linears: Linears | None = None
-        self._parts: list[FusedModules | Linears] = []
+        self._parts: list[FusedModules | Linears | FusedLayers] = []
         self.modules = self.linear_layers = 0
+        modules = None
         reasons = []
         try:
             modules = FusedModules(decoder)
@@ -52,6 +54,9 @@ class FusedDecoder:
         message = "; ".join(reasons)
         if not self._parts:
             raise ValueError(message)
+        if modules is not None:
+            products = {} if self._linears is None else self._linears.by_layer
+            self._parts.append(FusedLayers(decoder, modules.replaced, products))
         if message:
             _log.info("not all is compiled: %s", message)
 

@@ -42,6 +42,7 @@ class FusedModules:
 
     Attributes:
         count: modules that are replaced.
+        replaced: the modules, and their new forward.
 
     Raises:
         ValueError: there is nothing to fuse, or no kernel; with the reason.
@@ -54,19 +55,19 @@ class FusedModules:
             raise ValueError(f"fused operations are for weights in float32 or bfloat16 on a CPU, found {found}")
         if kernel.built().reason is not None:
             raise ValueError(f"fused operations are compiled, which is {kernel.built().status}")
-        self._made = dict(_replacements(decoder))
-        self.count = len(self._made)
-        if not self._made:
+        self.replaced = dict(_replacements(decoder))
+        self.count = len(self.replaced)
+        if not self.replaced:
             raise ValueError("none of its modules is one that is known, such as Llama's norms and gated MLPs")
 
     def install(self) -> None:
         """Let the modules compute in compiled calls."""
-        for module, forward in self._made.items():
+        for module, forward in self.replaced.items():
             module.forward = forward
 
     def remove(self) -> None:
         """Bring the modules' own forward back."""
-        for module in self._made:
+        for module in self.replaced:
             module.__dict__.pop("forward", None)
 
 

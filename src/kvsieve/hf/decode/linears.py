@@ -64,6 +64,11 @@ class Linears:
         return len(self.layers)
 
     @property
+    def by_layer(self) -> dict[nn.Module, Product]:
+        """Products by their layers."""
+        return dict(zip(self.layers, self.products, strict=True))
+
+    @property
     def narrow_bytes(self) -> int:
         """Bytes that copies of weights take now."""
         return sum(product.narrow.nbytes for product in self.products if product.narrow is not None)

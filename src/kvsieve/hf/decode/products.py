@@ -43,15 +43,18 @@ class Product:
 
     def of(self, given: Tensor) -> Tensor | None:
         """Return the product [..., C] of [..., D], or None if the kernel cannot read the weight in place."""
+        weight = self.ready(given.dtype)
+        return None if weight is None else kernel.multiply(given.contiguous(), weight)
+
+    def ready(self, dtype: torch.dtype) -> kernel.Weight | None:
+        """Return the weight for a product with inputs of `dtype`, or None if the kernel cannot read it in place."""
         place, weight = self._known
         if place is None or not _lies_so(place, self._held):
             self.free()
             self._known = place, weight = _found(self._held)
-        if place is None or weight is None or given.dtype != place[0].dtype:
+        if place is None or weight is None or dtype != place[0].dtype:
             return None
-        if self.narrow is not None:
-            weight = self.narrow.copy_of(place[0], place[2]) or weight
-        return kernel.multiply(given.contiguous(), weight)
+        return weight if self.narrow is None else self.narrow.copy_of(place[0], place[2]) or weight
 
 
 def is_readable(weight: Any, bias: Any) -> bool:

@@ -83,3 +83,75 @@ void gated_silu(const void *gate, const void *up, void *out, int64_t count, int6
         else gate_some(gate, up, out, from, to, 0);
     }
 }
+
+// A product of products.c; or of quantized.c, which takes the bias and the dtype apart.
+typedef int64_t (*Multiply)(const void *weight, const void *x, void *out, int64_t rows, int64_t threads);
+typedef int64_t (*MultiplyQuantized)(const void *weight, const void *bias, const void *x, void *out, int64_t rows,
+                                     int64_t half, int64_t threads);
+
+typedef struct {
+    const void *function, *weight, *bias;
+    int64_t quantized, width;
+} Linear;
+
+typedef struct {
+    Linear query, key, value, output, gate, up, down;
+    const void *before, *after; // weights of the norms before attention and after it
+    const void *queries, *keys; // those of the norms of each head's query and key; null: none
+    int64_t dim, head, half;    // head: channels of a head
+    float eps_before, eps_after, eps_queries, eps_keys;
+} Layer;
+
+static int64_t product(const Layer *layer, const Linear *linear, const void *x, void *out, int64_t rows,
+                       int64_t threads) {
+    if (!linear->quantized) return ((Multiply)linear->function)(linear->weight, x, out, rows, threads);
+    MultiplyQuantized multiply = (MultiplyQuantized)linear->function;
+    return multiply(linear->weight, linear->bias, x, out, rows, layer->half, threads);
+}
+
+// out += x, both of `count` numbers.
+INLINE void add(void *out, const void *x, int64_t count, int half) {
+    for (int64_t i = 0; i < count; i++) store(out, i, loaded(out, i, half) + loaded(x, i, half), half);
+}
+
+// Queries or keys [rows, heads, head] of `normed`; straight: room for as many.
+static int64_t rotated(const Layer *layer, const Linear *linear, const void *norm, float eps, const void *normed,
+                       const void *cosine, const void *sine, void *straight, void *out, int64_t rows, int64_t angles,
+                       int64_t threads) {
+    int64_t half = layer->half, head = layer->head, heads = linear->width / head;
+    if (!product(layer, linear, normed, straight, rows, threads)) return 0;
+    if (norm) rms_norm(straight, norm, straight, rows * heads, head, eps, half, threads);
+    rotate(straight, cosine, sine, out, rows, heads, head, angles, half, threads);
+    return 1;
+}
+
+// Queries, keys and values [rows, heads, head] of x [rows, dim]; scratch: rows * (dim + width of queries or keys).
+int64_t before_attention(const Layer *layer, const void *x, const void *cosine, const void *sine, void *scratch,
+                         void *query, void *key, void *value, int64_t rows, int64_t angles, int64_t threads) {
+    char *straight = (char *)scratch + rows * layer->dim * (layer->half ? 2 : 4);
+    rms_norm(x, layer->before, scratch, rows, layer->dim, layer->eps_before, layer->half, threads);
+    return rotated(layer, &layer->query, layer->queries, layer->eps_queries, scratch, cosine, sine, straight, query,
+                   rows, angles, threads) &&
+           rotated(layer, &layer->key, layer->keys, layer->eps_keys, scratch, cosine, sine, straight, key, rows,
+                   angles, threads) &&
+           product(layer, &layer->value, scratch, value, rows, threads);
+}
+
+// The layer's output [rows, dim] from what attention returned and from its input x; scratch: rows * (dim + twice the
+// width of the gate).
+int64_t after_attention(const Layer *layer, const void *attended, const void *x, void *scratch, void *out, int64_t rows,
+                        int64_t threads) {
+    int64_t half = layer->half, bytes = half ? 2 : 4, wide = layer->gate.width;
+    char *gate = (char *)scratch + rows * layer->dim * bytes, *up = gate + rows * wide * bytes;
+    if (!product(layer, &layer->output, attended, out, rows, threads)) return 0;
+    if (half) add(out, x, rows * layer->dim, 1);
+    else add(out, x, rows * layer->dim, 0);
+    rms_norm(out, layer->after, scratch, rows, layer->dim, layer->eps_after, half, threads);
+    if (!product(layer, &layer->gate, scratch, gate, rows, threads)) return 0;
+    if (!product(layer, &layer->up, scratch, up, rows, threads)) return 0;
+    gated_silu(gate, up, gate, rows * wide, half, threads);
+    if (!product(layer, &layer->down, gate, scratch, rows, threads)) return 0;
+    if (half) add(out, scratch, rows * layer->dim, 1);
+    else add(out, scratch, rows * layer->dim, 0);
+    return 1;
+}

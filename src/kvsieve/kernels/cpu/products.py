@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from ctypes import addressof, c_int64, c_void_p
+from ctypes import addressof, c_int64, c_void_p, cast
 
 import torch
 from torch import Tensor
 
 from kvsieve.kernels.cpu.build import Library, function, threaded
+from kvsieve.kernels.cpu.decoder_layer import Operand
 
 # Up to this many rows the kernel is faster than torch's products on every kind of CPU.
 MOST_ROWS = {torch.float32: 16, torch.bfloat16: 32}
@@ -58,9 +59,19 @@ def multiply(given: Tensor, weight: Weight) -> Tensor:
     return out
 
 
+def operand(weight: Weight) -> Operand:
+    """Return a weight as decoder_layer.py takes it."""
+    return _place(), weight.address, 0, 0, weight.width
+
+
+@functools.cache
+def _place() -> int:
+    return cast(_kernel(), c_void_p).value or 0
+
+
 @functools.cache
 def _kernel() -> Callable[..., int]:
     return function("products", "multiply", *(c_void_p,) * 3, c_int64, c_int64, returns=c_int64)
 
 
-__all__ = ["MOST_ROWS", "Weight", "built", "multiply"]
+__all__ = ["MOST_ROWS", "Weight", "built", "multiply", "operand"]

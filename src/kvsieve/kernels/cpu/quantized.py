@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from ctypes import addressof, c_int64, c_void_p
+from ctypes import addressof, c_int64, c_void_p, cast
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvsieve.kernels.cpu.build import Library, function, library
+from kvsieve.kernels.cpu.decoder_layer import Operand
 
 # Up to this many tokens, products read the blocks.
 MOST_ROWS = 32
@@ -145,6 +146,16 @@ def multiply(given: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Ten
     return out
 
 
+def operand(matrix: QuantizedMatrix, bias: Tensor | None) -> Operand:
+    """Return a weight and its bias as decoder_layer.py takes them."""
+    return _place(), matrix.address, 0 if bias is None else bias.data_ptr(), 1, matrix.width
+
+
+@functools.cache
+def _place() -> int:
+    return cast(_multiply(), c_void_p).value or 0
+
+
 def _is_permutation(order: Tensor, width: int) -> bool:
     return order.dtype == torch.int64 and torch.equal(order.sort().values, torch.arange(width))
 
@@ -165,4 +176,4 @@ def _dequantized(data: Tensor, kind: str) -> Tensor:
     return torch.from_numpy(gguf.dequantize(data.numpy(), gguf.GGMLQuantizationType[kind]))
 
 
-__all__ = ["FORMATS", "MOST_ROWS", "Format", "QuantizedMatrix", "built", "multiply"]
+__all__ = ["FORMATS", "MOST_ROWS", "Format", "QuantizedMatrix", "built", "multiply", "operand"]
