@@ -71,7 +71,7 @@ class FusedLayers:
 
 def _suitable(
     decoder: nn.Module, replaced: Mapping[nn.Module, Any], linears: Mapping[nn.Module, Product]
-) -> Iterator[tuple[nn.Module, _Parts]]:
+) -> Iterator[tuple[nn.Module, _LayerParts]]:
     """Yield the layers that the kernel computes."""
     known: dict[Any, bool] = {}
     for layer in decoder.modules():
@@ -83,7 +83,7 @@ def _suitable(
         names = _names_of(attention)
         if names is None or names - _FURTHER != _ATTENTION:
             continue
-        parts = _Parts(layer, names, linears)
+        parts = _LayerParts(layer, names, linears)
         if not parts.are_computed(replaced):
             continue
         kind = type(layer), type(attention)
@@ -103,7 +103,7 @@ def _names_of(module: nn.Module) -> set[str] | None:
     return set(function.__code__.co_names) if inspect.isfunction(function) else None
 
 
-def _forward(layer: nn.Module, parts: _Parts) -> Callable[..., Any]:
+def _forward(layer: nn.Module, parts: _LayerParts) -> Callable[..., Any]:
     own = layer.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ def _forward(layer: nn.Module, parts: _Parts) -> Callable[..., Any]:
     return forward
 
 
-class _Parts:
+class _LayerParts:
     """The parts of a decoder layer.
 
     Args:

@@ -156,6 +156,12 @@ def function(name: Name, symbol: str, *arguments: Any, returns: Any = None) -> C
     return found
 
 
+def address_of(found: Callable[..., Any]) -> int:
+    """Return the address of what `function` returned, for kernels that call it."""
+    pointer: Any = found
+    return ctypes.cast(pointer, ctypes.c_void_p).value or 0
+
+
 def _load_compiled(path: Path) -> Library | None:
     """Load a cached library; return None if the file is damaged or other users could have written it."""
     try:

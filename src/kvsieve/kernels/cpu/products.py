@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from ctypes import addressof, c_int64, c_void_p, cast
+from ctypes import addressof, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
-from kvsieve.kernels.cpu.build import Library, function, threaded
+from kvsieve.kernels.cpu.build import Library, address_of, function, threaded
 from kvsieve.kernels.cpu.decoder_layer import Operand
 
 # Up to this many rows the kernel is faster than torch's products on every kind of CPU.
@@ -66,7 +66,7 @@ def operand(weight: Weight) -> Operand:
 
 @functools.cache
 def _place() -> int:
-    return cast(_kernel(), c_void_p).value or 0
+    return address_of(_kernel())
 
 
 @functools.cache

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from ctypes import addressof, c_int64, c_void_p, cast
+from ctypes import addressof, c_int64, c_void_p
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvsieve.kernels.cpu.build import Library, function, library
+from kvsieve.kernels.cpu.build import Library, address_of, function, library
 from kvsieve.kernels.cpu.decoder_layer import Operand
 
 # Up to this many tokens, products read the blocks.
@@ -153,7 +153,7 @@ def operand(matrix: QuantizedMatrix, bias: Tensor | None) -> Operand:
 
 @functools.cache
 def _place() -> int:
-    return cast(_multiply(), c_void_p).value or 0
+    return address_of(_multiply())
 
 
 def _is_permutation(order: Tensor, width: int) -> bool:
