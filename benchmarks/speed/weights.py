@@ -253,7 +253,7 @@ def measure_times(engines: Engines, report: Report, text: torch.Tensor) -> None:
         rounds_of[str(length)] = [each for each in known if each.keys() >= set(engines.names)]
     if all(len(rounds_of[str(length)]) >= arguments.rounds for length in arguments.lengths):
         return
-    workers = {name: engines.start(name, max(arguments.lengths)) for name in engines.names}
+    workers = {name: engines.start(name, max(*arguments.lengths, WARM)) for name in engines.names}
     for worker in workers.values():
         worker.answer(prompt(text, WARM, 0), 8)
     for length in arguments.lengths:
