@@ -286,7 +286,10 @@ class GgufFile:
         """Return a count of entries of at least `least` bytes that can be in the file."""
         most = min(_MOST, (len(self._bytes) - self._at) // least)
         if count > most:
-            raise self._error(f"it claims {count} {what}", f"at most {most} in a file of {len(self._bytes)} bytes")
+            raise self._error(
+                f"it claims {count} {what}",
+                f"at most {most} in a file of {len(self._bytes)} bytes: it may be cut off, download it again",
+            )
         return int(count)
 
     def _error(self, found: str, expected: str) -> ModelLoadError:
