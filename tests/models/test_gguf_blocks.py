@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 import kvsieve
 from kvsieve.errors import KvsieveError, KvsieveWarning
@@ -14,6 +15,7 @@ from kvsieve.hf.persist.identity import model_identity
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.kernels.cpu.quantized import FORMATS
 from kvsieve.models import ModelLoadError
+from kvsieve.models.gguf.filling import names_of
 from kvsieve.models.quantized import QuantizedEmbedding, QuantizedLinear
 from kvsieve.models.source import keeps_blocks
 from tiny_models import build
@@ -69,6 +71,14 @@ def test_logits_are_those_of_dequantized_weights(family, tmp_path):
     assert model.config._attn_implementation == expanded.config._attn_implementation
     assert model.generation_config.to_dict() == expanded.generation_config.to_dict()
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "bloom", "qwen3_moe"])
+def test_names_are_those_that_transformers_finds(family):
+    model = build(family.split(",")[0])
+    processor = TENSOR_PROCESSORS.get(model.config.model_type, TensorProcessor)()
+    model.config.model_type = {"mistral": "llama"}.get(model.config.model_type, model.config.model_type)
+    assert names_of(model, processor) == get_gguf_hf_weights_map(model, processor)
 
 
 @pytest.mark.parametrize("kind", [*FORMATS, "IQ4_NL"])

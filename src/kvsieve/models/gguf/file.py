@@ -178,8 +178,8 @@ class GgufFile:
             size = struct.calcsize(_NUMBERS[kind])
             self._skip(self._checked(self._next("Q"), size, f"numbers of {short(name)}") * size)
         elif kind == _TEXT:
-            for _ in range(self._checked(self._next("Q"), 8, f"texts of {short(name)}")):
-                self._skip(self._next("Q"))
+            for _ in self._spans(self._checked(self._next("Q"), 8, f"texts of {short(name)}")):
+                pass
         else:
             raise self._error(f"the list {short(name)} has entries of type {kind}", "numbers or texts")
 
@@ -254,15 +254,35 @@ class GgufFile:
         inner = self._next("I")
         count = self._next("Q")
         if inner == _TEXT:
-            return [self._text(key) for _ in range(count)]
+            return [self._decoded(start, end, key) for start, end in self._spans(count)]
         return list(struct.unpack_from(f"<{count}{_NUMBERS[inner]}", self._bytes, self._at))
 
     def _text(self, what: str) -> str:
         size = self._next("Q")
         start = self._at
         self._skip(size)
+        return self._decoded(start, self._at, what)
+
+    def _spans(self, count: int) -> Iterator[tuple[int, int]]:
+        """Yield starts and ends of so many texts and go behind them; without calls, for a vocabulary has many."""
+        length = struct.Struct("<Q").unpack_from
+        whole = self._bytes
+        size = len(whole)
+        end = self._at
+        for _ in range(count):
+            start = end + 8
+            if start > size:
+                break
+            end = start + length(whole, end)[0]
+            yield start, end
+        else:
+            start = end
+        self._at = max(start, end)
+        self._skip(0)
+
+    def _decoded(self, start: int, end: int, what: str) -> str:
         try:
-            return self._bytes[start : self._at].decode()
+            return self._bytes[start:end].decode()
         except UnicodeDecodeError as error:
             raise self._error(f"{short(what)} at byte {start} is no UTF-8 ({error.reason})", "text") from None
 

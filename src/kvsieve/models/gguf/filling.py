@@ -33,21 +33,45 @@ class _ScaledEmbedding(QuantizedEmbedding):
         return super().forward(input) * self.get_buffer("embed_scale").to(self.dtype)
 
 
+class _Names:
+    """A model for transformers' map of names, without submodules: the map would go through each, which takes seconds.
+
+    module: a model or its decoder; config: of the model.
+    """
+
+    def __init__(self, module: nn.Module, config: Any) -> None:
+        self.config = config
+        self._module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._module.state_dict()
+
+    def named_children(self) -> list[Any]:
+        return []
+
+
+def names_of(model: Any, processor: Any) -> dict[str, str]:
+    """Return the names of a model's weights by those of a file's tensors."""
+    from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
+
+    found: dict[str, str] = {}
+    for path, module in (("", model), *((f"{name}.", child) for name, child in model.named_children())):
+        names = get_gguf_hf_weights_map(_Names(module, model.config), processor, qual_name=path)
+        found = names | found
+    return found
+
+
 class Filling:
     """Tensors of a file on their way into a model whose parameters have no memory."""
 
     def __init__(self, file: GgufFile, model: Any, settings: dict[str, Any], dtype: torch.dtype) -> None:
-        from transformers.modeling_gguf_pytorch_utils import (
-            TENSOR_PROCESSORS,
-            TensorProcessor,
-            get_gguf_hf_weights_map,
-        )
+        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
         self.file = file
         self.model = model
         self.dtype = dtype
         self.processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=settings)
-        self.names: dict[str, str] = get_gguf_hf_weights_map(model, self.processor)
+        self.names = names_of(model, self.processor)
         self.blocks: dict[str, QuantizedMatrix] = {}
         # What a processor puts together of several tensors.
         self.parsed: dict[str, dict[str, Tensor]] = {"tensors": {}}
@@ -202,4 +226,4 @@ def _keep_tied(*_: Any, **__: Any) -> None:
     """Do nothing: what is tied by its blocks has no parameters to tie."""
 
 
-__all__ = ["Filling"]
+__all__ = ["Filling", "names_of"]
