@@ -16,7 +16,7 @@ from kvsieve.models.gguf.splitting import SPLITTINGS, Splitting
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from transformers import GenerationConfig, PreTrainedTokenizerFast
+    from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     from kvsieve.models.gguf.file import GgufFile
 
@@ -73,7 +73,7 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
         raise _error(file, f"its vocabulary has an error ({error})", "words and merges that fit together") from error
 
 
-def generation_of(file: GgufFile, tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:
+def generation_of(file: GgufFile, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
     """Return a generation config with the file's special tokens and all tokens that end an answer.
 
     These are the file's eos, eot and eom tokens. With a chat template, the ends of turn that it writes and the
@@ -89,7 +89,7 @@ def generation_of(file: GgufFile, tokenizer: PreTrainedTokenizerFast) -> Generat
     )
 
 
-def end_tokens(file: GgufFile, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+def end_tokens(file: GgufFile, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids of tokens that end an answer, eos first; see `generation_of`."""
     ids = special_ids(file)
     ends = [ids[name] for name in ("eos", "eot", "eom") if name in ids]
