@@ -167,3 +167,13 @@ def test_mapped_weights_do_not_count_as_free_memory(monkeypatch):
     size = sum(matrix.nbytes for matrix in matrices_of(blocks))
     assert memory.free_bytes(plain_model) == 2000 * 1024 // 2
     assert memory.free_bytes(blocks) == (2000 * 1024 - size) // 2
+
+
+@pytest.mark.parametrize(("form", "kinds"), [("int8", "Q8_0"), ("int4", "Q5_0, Q8_0")])
+def test_a_checkpoint_is_packed_once_and_mapped(form, kinds, cli, model_dir, tmp_path, monkeypatch):
+    for module in ("packed.load", "fetch"):
+        monkeypatch.setattr(f"kvsieve.models.{module}.cache_dir", lambda: tmp_path)
+    command = ["run", model_dir, "--prompt", "w1", "--method", "full", "--max-new-tokens", "2", "--weights", form]
+    said = [cli(*command, "--device", "cpu") for _ in range(2)]
+    assert all(code == 0 and f", in blocks of {kinds}\n" in err for code, _, err in said)
+    assert ["packing" in err for _, _, err in said] == [True, False]

@@ -98,15 +98,14 @@ def model_config(name: str | None) -> Any:
     from transformers import AutoConfig
 
     from kvsieve.models import checkpoint_source, demo, load_error
-    from kvsieve.models.gguf.config import expanded_config
+    from kvsieve.models.gguf.config import make_config, read_settings
     from kvsieve.models.gguf.file import GgufFile
 
     logging.set_verbosity_error()
     source, options = checkpoint_source(str(demo.demo_checkpoint()) if name is None else name)
     if "gguf_file" in options:
-        config = expanded_config(GgufFile(os.path.join(source, options["gguf_file"])))
-        if config is not None:
-            return config
+        file = GgufFile(os.path.join(source, options["gguf_file"]))
+        return make_config(read_settings(file), file)
     try:
         return AutoConfig.from_pretrained(source, **options)
     except Exception as error:
