@@ -223,7 +223,8 @@ typedef struct {
     int64_t whole, rest;         // groups of a row of the weight that are whole; bytes of one that is not
 } Pairs;
 
-// Sums [rows, TURN], each in the lanes of a vector, of products of `outputs` rows of a weight with rows of x.
+// Sums [rows, TURN], each in the lanes of a vector, of products of `outputs` rows of a weight with rows of x. Memory brings
+// one row by itself in time; of two, those that follow are read ahead, which `w` has after them.
 INLINE void integer_sums(const uint8_t *const *w, int kind, const Pairs *pairs, const char *x, int outputs, int rows,
                          Floats *sums) {
     uint8_t last[2][256];
@@ -238,6 +239,11 @@ INLINE void integer_sums(const uint8_t *const *w, int kind, const Pairs *pairs, 
     for (int64_t g = 0; g < pairs->whole + (pairs->rest > 0); g++) {
         Unit units[2][2];
         __m512 least[2];
+#pragma GCC unroll 2
+        for (int o = outputs; o < 2 * outputs && outputs > 1; o++)
+#pragma GCC unroll 4
+            for (int64_t i = 0; i < GROUP_BYTES(kind); i += 64)
+                _mm_prefetch((const char *)w[o] + g * GROUP_BYTES(kind) + i, _MM_HINT_T0);
 #pragma GCC unroll 2
         for (int o = 0; o < outputs; o++)
             unpack_group(g < pairs->whole ? w[o] + g * GROUP_BYTES(kind) : last[o], kind, units[o], least + o);
@@ -296,8 +302,12 @@ INLINE void integers_with(const Matrix *matrix, int kind, const Pairs *pairs, in
     int outputs = rows > 1 ? 2 : 1;
     const char *x = pairs->x + first * pairs->next;
     for (int o = 0; o < count; o += outputs) {
-        // The last row of an odd number is multiplied twice.
-        const uint8_t *w[2] = {row_at(matrix, at + o), row_at(matrix, at + (o + 1 < count ? o + 1 : o))};
+        const uint8_t *w[4];
+        for (int i = 0; i < 2 * outputs; i++) {
+            // The last row of an odd number is multiplied twice.
+            int64_t row = at + (i < outputs && o + i >= count ? o : o + i);
+            w[i] = row_at(matrix, row < matrix->width ? row : at);
+        }
         integer_sums(w, kind, pairs, x, outputs, rows, sums + o);
     }
 }
