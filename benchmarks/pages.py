@@ -132,7 +132,6 @@ def pages(found: list[Evidence]) -> dict[Path, dict[str, str]]:
         },
         ROOT / "docs" / "speculation.md": {"drafts": drafts_tables()},
         ROOT / "docs" / "options.md": {"floor": floor_table()},
-        ROOT / "docs" / "speculation.md": {"drafts": drafts_tables()},
         ROOT / "docs" / "weights.md": {"measured": weights_measured(found[0])},
         ROOT / "docs" / "calibrate.md": {"profiles": profiles_table()},
         ROOT / "docs" / "evaluation.md": {"toys": summary(RESULTS)},
@@ -340,7 +339,7 @@ def busy_table() -> str:
 def drafts_tables() -> str:
     """Return what was measured of drafts, without the parts that were not."""
     tasks = (drafts_table(file) for file in sorted(RESULTS.glob("drafts_speed*.json")))
-    parts = *tasks, drafts_served_table(), drafts_identical()
+    parts = *tasks, drafts_of_views_table(), drafts_served_table(), drafts_identical()
     return "\n\n".join(part for part in parts if part)
 
 
@@ -356,16 +355,38 @@ def drafts_table(file: Path) -> str:
         found = by[plan, draft, task]
         cells = [f"{found[length]['ratio']:.2f}" if length in found else "" for length in lengths]
         last = found[max(found)]
-        cells += [f"{last['tokens_per_pass']:.1f}", f"{last['accepted']:.0%}", f"{last['same']} of {last['samples']}"]
+        accepted = f"{last['accepted']:.0%}" if last["tokens_per_pass"] > 1 else "nothing drafted"
+        cells += [f"{last['tokens_per_pass']:.1f}", accepted, f"{last['same']} of {last['samples']}"]
         lines.append([DRAFTED_TASKS[task], f"`{plan}`", f"`{draft}`", *cells])
     longest = f"{lengths[-1]:,}"
     head = ["task", "plan", "draft", *(f"{length:,} tokens" for length in lengths), f"tokens a pass, {longest}"]
     head += ["drafted tokens accepted", "answers equal"]
     stamp = report["environments"][0]
     where = f"{stamp['processor']}, {stamp['cores']} cores, {stamp['threads']} threads"
-    samples = max(row["samples"] for row in report["summary"])
+    if stamp["device"] != "cpu":
+        where = stamp["device"]
+    counts = sorted(row["samples"] for row in report["summary"])
+    samples = " to ".join(map(str, sorted({counts[0], counts[-1]})))
     said = f"Tokens per second over those without drafts, {_described(report['model'])} on {where}, medians of"
     return f"{said} {samples} prompts (`python benchmarks/speed/speculation.py`):\n\n{markdown(head, lines)}"
+
+
+def drafts_of_views_table() -> str:
+    """Drafts by the model's own views of its cache on a GPU (benchmarks/speed/drafts_of_views.py)."""
+    file = RESULTS / "drafts_of_views_gpu.json"
+    if not file.exists():
+        return ""
+    report = json.loads(file.read_text())
+    lines = []
+    for row in report["summary"]:
+        if row["task"] == "all":
+            cells = f"{row['length']:,}", f"`self:{row['view']}`", f"{row['accepted']:.0%}"
+            lines.append([*cells, *(f"{row[each]:.1f}" for each in ("tokens_per_pass", "draft", "verify"))])
+    head = ["tokens", "draft", "accepted", "tokens a pass", "time of a drafted token", "of a pass that verifies"]
+    device = report["environments"][0]["device"]
+    said = f"{_described(report['model'])} on {device} drafts {report['drafted']} tokens for"
+    times = "each pass of a short answer; times, recording included, are in plain passes"
+    return f"{said} {times} (`python benchmarks/speed/drafts_of_views.py`):\n\n{markdown(head, lines)}"
 
 
 def _described(name: str) -> str:

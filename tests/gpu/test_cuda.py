@@ -96,7 +96,8 @@ def assert_same(plan, *, encoded=False, **options):
             alike = (mine.argmax(-1) == other.argmax(-1))[0].cumprod(0).bool()
             assert (mine - other)[0, alike].abs().median() < 0.05
             break
-        torch.testing.assert_close(mine, other, atol=2e-3, rtol=2e-3)
+        # An entry that only one device reads would move logits by some tenths.
+        torch.testing.assert_close(mine, other, atol=5e-3, rtol=5e-3)
     assert encoded or held[1] == kept[1]
     return told
 

@@ -48,7 +48,8 @@ _log = logging.getLogger(__name__)
 class Engine:
     """Runs the decoder's passes while a plan is attached. asked: "eager", "fused" or "graph".
 
-    refusal: reason against running any pass as requested, or None.
+    refusal: reason against running any pass as requested, or None. expected: numbers of tokens that will come again:
+    a pass over so many is recorded at once, others when they come for the second time.
 
     Args:
         decoder: of a model.
@@ -72,6 +73,7 @@ class Engine:
             weakref.WeakKeyDictionary()
         )
         self._sizes: weakref.WeakKeyDictionary[SieveCache, set[int]] = weakref.WeakKeyDictionary()
+        self.expected: set[int] = set()
         self._output: type[ModelOutput] | str = "the first pass of the decoder is run eagerly"
         self._own = decoder.__dict__.get("forward")
         self._forward = decoder.forward
@@ -223,7 +225,7 @@ class Engine:
     def _check_size(self, cache: SieveCache, size: int) -> None:
         """Raise Refused for a number of tokens that is not worth a recording."""
         sizes = self._sizes.setdefault(cache, set())
-        if size > 1 and size not in sizes:
+        if size > 1 and size not in sizes | self.expected:
             sizes.add(size)
             raise Refused(f"a first pass of {size} tokens is run eagerly")
         if len(self._known[cache]) == _SHAPES:

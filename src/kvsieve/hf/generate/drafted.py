@@ -163,8 +163,10 @@ class DraftedAnswer:
             found = self._model.feed(self._cache, ids[:, -1:], mask, logits=1).logits
             assert found is not None
             return found, drafts, None
-        # Passes of equal size share one recording.
-        size = min(self._draft.tokens, ahead - 1) if self._is_recorded else size
+        if self._is_recorded:
+            # Passes of equal size share one recording.
+            size = min(self._draft.tokens, ahead - 1)
+            self._model.engine.expected.add(1 + size)
         # Rows with fewer drafts are fed any token; it is never accepted.
         last = ids[:, -1].tolist()
         fed = [row + [last[at]] * (size - len(row)) for at, row in enumerate(drafts)]
