@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvsieve.kernels.cpu.quantized import FORMATS
 
-# Weights packed at a time: a part and its temporaries stay in the processor's cache.
-_PART = 1 << 16
+# Weights packed at a time: enough for all cores, and few enough for temporaries to stay in the processor's cache.
+_PART = 1 << 18
 # Levels that the range of a sub-block of Q4_K is divided into by the scales that the search starts from.
 _LEVELS = (13.5, 14.0, 14.5, 15.0, 15.5, 16.0, 16.5)
 _SUB = 32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 from pathlib import Path
@@ -95,18 +96,18 @@ class PackingPass:
         weight = self.layout.packed[name]
         if tuple(tensor.shape) != weight.shape:
             raise ModelLoadError(f"{name} has shape {list(tensor.shape)}, expected {list(weight.shape)}")
-        if not tensor.isfinite().all():
+        if not all(math.isfinite(end) for end in tensor.aminmax()):
             raise ModelLoadError(f"{name} has infinite numbers, or ones that are not numbers: it cannot be packed")
         data = pack(tensor, weight.kind).numpy()
         with open(self.path, "r+b") as file:
             file.seek(self.places[name])
-            if name in self.written and file.read(data.nbytes) != data.tobytes():
+            if name in self.written and file.read(data.nbytes) != bytes(data.data):
                 raise ModelLoadError(
                     f"{name} is tied to another weight by the configuration, but the checkpoint has different numbers "
                     "for the two: set tie_word_embeddings to false in its config.json"
                 )
             file.seek(self.places[name])
-            file.write(data.tobytes())
+            file.write(data.data)
         self.written.add(name)
 
 
