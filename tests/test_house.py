@@ -138,6 +138,7 @@ def test_one_function_writes_files_whole_or_not_at_all():
         "folders.py",
         "kernels/cpu/build.py",
         "models/demo.py",
+        "models/packed/load.py",
         "store/directory.py",
     ]
 
