@@ -43,7 +43,9 @@ def write(tmp_path):
         writer = gguf.GGUFWriter(path, arch)
         for key, value in keys.items():
             _ADDED[type(value)](writer, key, value)
-        for name, numbers in {"token_embd.weight": np.zeros((8, 64)), **(tensors or {})}.items():
+        # Of all sizes that the tests' keys have.
+        sizes = {"token_embd.weight": np.zeros((8, 256)), **{f"blk.{n}.attn_norm.weight": [0.0] for n in range(46)}}
+        for name, numbers in {**sizes, **(tensors or {})}.items():
             writer.add_tensor(name, np.asarray(numbers, np.float32))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
