@@ -200,20 +200,61 @@ INLINE void unpack_sixes(const uint8_t *at, Unit *units) {
     }
 }
 
+// A block of Q2_K or Q3_K. Lanes come in eights of numbers; unit u has quarters 2 * u and then 2 * u + 1 of each half.
+INLINE void unpack_twos(const uint8_t *at, int kind, Unit *units, __m512 *least) {
+    uint8_t sixth[16];
+    __m512i factors;
+    if (kind == Q2_K) factors = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)at));
+    else {
+        scales_of_3(at + 96, sixth);
+        factors = _mm512_sub_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)sixth)), _mm512_set1_epi32(32));
+    }
+    if (kind == Q2_K) {
+        __m512 more = _mm512_cvtepi32_ps(_mm512_srli_epi32(factors, 4));
+        *least = _mm512_mul_ps(more, _mm512_set1_ps(scale_at(at + 82)));
+        factors = _mm512_and_si512(factors, _mm512_set1_epi32(15));
+    }
+    __m512 d = _mm512_set1_ps(scale_at(at + (kind == Q2_K ? 80 : 108)));
+    __m512 scales = _mm512_mul_ps(_mm512_cvtepi32_ps(factors), d);
+    units[0].scale = _mm512_permutexvar_ps(TIMES2(0, 1, 8, 9, 2, 3, 10, 11), scales);
+    units[1].scale = _mm512_permutexvar_ps(TIMES2(4, 5, 12, 13, 6, 7, 14, 15), scales);
+    __m512i all = read_once(at + (kind == Q2_K ? 16 : 32)), third = _mm512_setzero_si512();
+    if (kind == Q3_K) third = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)at));
+    // Indices beyond the bits that count find the same numbers again: 0 to 3, or -4 to 3.
+    __m512i table = _mm512_set1_epi64(0x404040003f800000);
+    if (kind == Q3_K) table = _mm512_broadcast_i32x4(_mm_set_epi64x(0x404040003f800000, (long long)0xbf80c000c040c080));
+    for (int half = 0; half < 2; half++) {
+        __m512i first = _mm512_set1_epi64(half);
+        __m512i words = _mm512_permutexvar_epi64(_mm512_add_epi64(first, _mm512_set_epi64(6, 4, 2, 0, 6, 4, 2, 0)), all);
+        __m512i bits = _mm512_permutexvar_epi64(_mm512_add_epi64(first, _mm512_set_epi64(2, 0, 2, 0, 2, 0, 2, 0)), third);
+        for (int k = 0; k < 4; k++) {
+            int at_byte = 8 * (k >> 1), unit = k & 1, two = at_byte + 4 * unit, one = at_byte + 2 * unit - 2;
+            __m512i index = bits_at(PLACES(16, two, two, two, two, two + 2, two + 2, two + 2, two + 2), words);
+            if (kind == Q3_K) {
+                __m512i places = PLACES(16, one, one, one + 4, one + 4, one + 1, one + 1, one + 5, one + 5);
+                index = joined(index, bits_at(places, bits), 3);
+            }
+            units[unit].numbers[2 * half + (k >> 1)] = _mm512_permutexvar_epi16(index, table);
+        }
+    }
+}
+
 // Number of its group that number i of x becomes.
 INLINE int place_of(int kind, int i) {
     int unit = i / 128, v = i / 32 % 4, word = i % 32, block = word / 8, w = word % 8;
     if (kind == Q8_0) return 32 * block + 16 * (v >> 1) + 4 * (w / 2) + 2 * (v & 1) + w % 2;
     if (kind <= Q5_1) return 32 * block + 16 * (v & 1) + 2 * w + (v >> 1);
     if (kind == Q4_K || kind == Q5_K) return 64 * block + 32 * unit + 16 * (v >> 1) + 2 * w + (v & 1);
-    int eight = word / 4, part = eight / 2;
-    return 128 * (eight & 1) + 64 * unit + 16 * part + 8 * (v >> 1) + 2 * (word % 4) + (v & 1);
+    int eight = word / 4, part = eight / 2, of_part = 8 * (v >> 1) + 2 * (word % 4) + (v & 1);
+    if (kind != Q6_K) return 64 * unit + 128 * (eight / 2 % 2) + 32 * (eight / 4) + 16 * (eight % 2) + of_part;
+    return 128 * (eight % 2) + 64 * unit + 16 * part + of_part;
 }
 
 INLINE void unpack_group(const uint8_t *at, int kind, Unit *units, __m512 *least) {
     if (kind == Q8_0) unpack_bytes(at, units);
     else if (kind <= Q5_1) unpack_four(at, kind, units, least);
     else if (kind == Q6_K) unpack_sixes(at, units);
+    else if (kind <= Q3_K) unpack_twos(at, kind, units, least);
     else unpack_super(at, kind, units, least);
 }
 
@@ -348,6 +389,8 @@ static void integer_rows(const Matrix *matrix, const Weight *target, const Pairs
         KIND(Q5_0);
         KIND(Q5_1);
         KIND(Q8_0);
+        KIND(Q2_K);
+        KIND(Q3_K);
         KIND(Q4_K);
         KIND(Q5_K);
         KIND(Q6_K);
@@ -356,7 +399,7 @@ static void integer_rows(const Matrix *matrix, const Weight *target, const Pairs
 }
 
 // Whether there are such products of a type.
-INLINE int in_integers(int64_t kind) { return kind >= Q4_0 && kind <= Q6_K && kind != Q2_K && kind != Q3_K; }
+INLINE int in_integers(int64_t kind) { return kind >= Q4_0 && kind <= Q6_K; }
 
 static int16_t places[Q6_K + 1][256];
 
@@ -383,13 +426,14 @@ INLINE void place_group(int kind, const uint16_t *from, int64_t left, char *to) 
         numbers[i] = place < left ? from[place] : 0;
     }
     if (!HAS_LEAST(kind)) return;
-    // Sums of 32, to be multiplied with offsets where they come out of `unpack_group`.
+    // Sums of what has an offset, where `unpack_group` has it.
     float sums[16] = {0};
-    for (int b = 0; b < GROUP(kind) / 32; b++) {
+    int size = kind == Q2_K ? 16 : 32;
+    for (int b = 0; b < GROUP(kind) / size; b++) {
         float sum = 0;
-        for (int i = 32 * b; i < 32 * b + 32; i++) sum += i < left ? of_half(from[i]) : 0;
+        for (int i = size * b; i < size * (b + 1); i++) sum += i < left ? of_half(from[i]) : 0;
         if (kind <= Q5_1) sums[4 * b] = sum;
-        else sums[8 + b] = -sum;
+        else sums[kind == Q2_K ? b : 8 + b] = -sum;
     }
     memcpy(to + GROUP(kind) * 2, sums, sizeof sums);
 }
