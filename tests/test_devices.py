@@ -9,6 +9,9 @@ import kvsieve
 from kvsieve import devices
 from kvsieve.attention import choice
 from kvsieve.devices import auto_dtype
+from kvsieve.hf.generate.peak_memory import resident
+from tiny_models import build
+from toy_gguf import write_gguf
 
 CPUS = {
     "avx512-bf16": (["avx512_bf16"], "AVX512", True, "bfloat16", "AVX-512 BF16", "AVX-512 BF16"),
@@ -104,3 +107,23 @@ def test_load_follows(monkeypatch, model_dir, native):
     # The checkpoint itself is in float32.
     assert kvsieve.models.load(model_dir, "checkpoint", "cpu")[0].dtype == torch.float32
     assert kvsieve.models.load(model_dir, torch.float16, "cpu")[0].dtype == torch.float16
+
+
+@pytest.mark.skipif(resident() is None, reason="the system does not report resident memory")
+def test_freed_memory_goes_back_to_the_system():
+    pieces = [bytes(1000) for _ in range(60_000)]
+    # The last piece keeps what is freed before it from going back by itself.
+    last = pieces[-1]
+    del pieces[:-1]
+    before = resident()
+    devices.return_freed_memory()
+    assert resident() < before - 20_000_000
+    assert len(last) == 1000
+
+
+def test_loading_gives_back_what_it_has_freed(tmp_path, monkeypatch):
+    write_gguf(build("llama"), tmp_path / "toy.gguf")
+    calls = []
+    monkeypatch.setattr(devices, "return_freed_memory", lambda: calls.append(1))
+    kvsieve.models.load(tmp_path / "toy.gguf", device="cpu")
+    assert calls == [1]

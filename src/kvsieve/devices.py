@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import os
 import platform
@@ -134,3 +136,15 @@ def _cpu_features() -> Mapping[str, Any]:
     if platform.machine() == "aarch64" and info.exists():
         found["bf16"] = "bf16" in info.read_text().split()
     return found
+
+
+def return_freed_memory() -> None:
+    """Give memory that was freed back to the system, where the C library can; loading leaves much of it behind."""
+    with contextlib.suppress(OSError, AttributeError):
+        _libc().malloc_trim(0)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    # Made once: each is garbage of a kind whose collection loses an interrupt that comes meanwhile.
+    return ctypes.CDLL("libc.so.6")

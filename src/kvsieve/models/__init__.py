@@ -47,29 +47,44 @@ def load(
     """
     import torch
 
-    from kvsieve.devices import auto_dtype, default_device
-    from kvsieve.models import demo
+    from kvsieve.devices import auto_dtype, default_device, return_freed_memory
 
     device = torch.device(default_device() if device is None else device)
     if dtype == "auto":
         dtype = auto_dtype(device).dtype
+    found = _load(None if model_id_or_dir is None else os.fspath(model_id_or_dir), dtype, device, weights)
+    # Of lists of words above all, from which tokenizers are made.
+    return_freed_memory()
+    return found
+
+
+def _load(
+    name: str | None,
+    dtype: torch.dtype | Literal["checkpoint"],
+    device: torch.device,
+    weights: Literal["expand", "int8", "int4"] | None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    import torch
+
+    from kvsieve.models import demo
+
     if weights is not None and weights != "expand":
-        check_packing(model_id_or_dir, weights, device.type)
+        check_packing(name, weights, device.type)
         from kvsieve.models.packed import load_packed
 
-        name = str(demo.demo_checkpoint()) if model_id_or_dir is None else os.fspath(model_id_or_dir)
+        name = str(demo.demo_checkpoint()) if name is None else name
         tokenizer = load_tokenizer(name)
         _prepare(tokenizer)
         return load_packed(name, "auto" if dtype == "checkpoint" else dtype, weights), tokenizer
-    if model_id_or_dir is None:
+    if name is None:
         model, tokenizer = demo.load_demo(torch.bfloat16 if dtype == "checkpoint" else dtype)
-    elif keeps_blocks(os.fspath(model_id_or_dir), weights, device.type):
+    elif keeps_blocks(name, weights, device.type):
         from kvsieve.models.gguf.load import load_blocks
 
-        checkpoint_source(os.fspath(model_id_or_dir))
-        return load_blocks(os.fspath(model_id_or_dir), torch.float32 if dtype == "checkpoint" else dtype)
+        checkpoint_source(name)
+        return load_blocks(name, torch.float32 if dtype == "checkpoint" else dtype)
     else:
-        model, tokenizer = _load_any(os.fspath(model_id_or_dir), "auto" if dtype == "checkpoint" else dtype)
+        model, tokenizer = _load_any(name, "auto" if dtype == "checkpoint" else dtype)
     # A loader of low-bit weights has placed them on a device already.
     return model if hasattr(model, "hf_device_map") else model.to(device), tokenizer  # type: ignore[arg-type]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import gc
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
+from kvsieve.devices import return_freed_memory
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -41,19 +41,12 @@ def measure_peak(device: torch.device) -> Iterator[Peak]:
 def _reset_resident_peak() -> bool:
     # Freed memory that malloc keeps would count as this block's.
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):
-        _libc().malloc_trim(0)
+    return_freed_memory()
     try:
         _CLEAR.write_text("5")
     except OSError:
         return False
     return True
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    # Made once: each is garbage of a kind whose collection loses an interrupt that comes meanwhile.
-    return ctypes.CDLL("libc.so.6")
 
 
 def resident(field: str = "VmRSS") -> int | None:
