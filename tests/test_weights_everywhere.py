@@ -31,7 +31,7 @@ COMMANDS = {
     "chat": ["--max-new-tokens", "2"],
     "ask": ["--question", "ab", "--methods", "full,snapkv:budget=40%", "--max-new-tokens", "2"],
     "serve": ["--port", "0"],
-    "eval": ["--task", "{rows}", "--methods", "knorm", "--budgets", "40%", "--cost-samples", "1", "--out", "{out}"],
+    "eval": ["--task", "{rows}", "--methods", "knorm", "--budgets", "40%", "--cost-samples", "0", "--out", "{out}"],
     "bench": ["--methods", "knorm:budget=40%", "--lengths", "100", "--rounds", "1", "--new-tokens", "2"],
     "advise": [
         "--task",

@@ -12,12 +12,14 @@ from transformers import DynamicCache, GPTNeoXConfig, LlamaConfig, Qwen2Config, 
 
 import kvsieve
 from kvsieve.cache.tensors import tensors_in
+from kvsieve.cli.estimate import model_config
 from kvsieve.cli.main import run_cli
 from kvsieve.errors import InputError, PlanError, UnsupportedModelError
 from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.compat import CACHE, cache_argument, decoder_of
 from kvsieve.lab.bench.estimate import check_priced, estimate, largest_batch
+from kvsieve.lab.bench.footprint import footprint
 from kvsieve.lab.bench.geometry import geometry
 from kvsieve.lab.bench.plain_geometry import plain_config, plain_geometry
 from kvsieve.lab.bench.weight_sizes import weight_sizes
@@ -495,6 +497,9 @@ def test_a_files_weights_are_those_that_are_loaded(toy):
         part.out_features * part.in_features for part in model.model.modules() if isinstance(part, QuantizedLinear)
     )
     assert weight_sizes(shape, 2, toy, "expand").total == 2 * shape.parameters
+    foot = footprint(model_config(toy), "checkpoint", "cpu", toy)
+    norms = sum(weight.numel() for weight in model.parameters())
+    assert (foot.element, foot.weights, foot.buffer) == (4, sizes.total + 2 * norms, 2 * sizes.buffer)
 
 
 def test_the_command_prices_forms_of_weights(cli, toy, folder):

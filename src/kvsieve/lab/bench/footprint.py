@@ -107,7 +107,7 @@ def footprint(
     """
     found = geometry(config)
     where = torch.device(default_device() if device is None else device)
-    chosen = auto_dtype(where).dtype if dtype == "auto" else getattr(torch, dtype, config.dtype)
+    chosen = auto_dtype(where).dtype if dtype == "auto" else getattr(torch, dtype, config.dtype or torch.float32)
     on_cpu = where.type == "cpu"
     # Weights in blocks are for CPUs.
     sizes = weight_sizes(found, chosen.itemsize, name if on_cpu else None, weights)
