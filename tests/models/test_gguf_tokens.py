@@ -270,8 +270,9 @@ def test_what_is_left_out_is_told(write):
 
 def settings_of(write, arch: str, keys: dict[str, Any], tensors: dict[str, Any] | None = None) -> dict[str, Any]:
     named = {f"{arch}.{name}": value for name, value in {**SHAPE, "vocab_size": 8, **keys}.items()}
-    settings = read_settings(write(named, tensors, arch))
-    make_config(settings)
+    file = write(named, tensors, arch)
+    settings = read_settings(file)
+    make_config(settings, file)
     return settings
 
 
