@@ -26,7 +26,7 @@ _scratch = _Scratch()
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose weight stays in blocks.
+    """A linear layer with its weight in blocks.
 
     Few tokens are multiplied with the blocks; for many, the weight is dequantized into a buffer.
 
@@ -78,7 +78,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class QuantizedEmbedding(nn.Embedding):
-    """Embeddings whose table stays in blocks: rows are dequantized as they are looked up.
+    """Embeddings with their table in blocks: rows are dequantized as they are looked up.
 
     Args:
         matrix: the table [words, D].
