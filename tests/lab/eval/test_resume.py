@@ -96,6 +96,8 @@ def test_a_method_is_added_without_running_the_rest_again(model_dir, tmp_path, c
     assert all("passes" in json.loads(line)["drafts"] for line in first)
     code, _, err = cli("eval", model_dir, *grid, "--draft", "none", "--resume")
     assert code == 2 and "holds results with draft 'lookup:ngram=1', this run has None" in err
+    code, _, err = cli("eval", model_dir, *grid, "--weights", "int8", "--resume")
+    assert code == 2 and "holds results with weights None, this run has 'int8'" in err
     code, out, err = cli(
         "eval", model_dir, *grid, "--methods", "knorm,streamingllm", "--cost-samples", "2", "--resume", "--json"
     )

@@ -80,7 +80,7 @@ def make_config(settings: dict[str, Any], file: GgufFile) -> PreTrainedConfig:
 
 
 def expanded_config(file: GgufFile) -> PreTrainedConfig | None:
-    """Return the configuration to expand a file with; None for the architectures that transformers reads by itself."""
+    """Return the configuration to expand a file with; None if transformers reads its architecture."""
     try:
         from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
     except ImportError:  # before 5.24

@@ -56,7 +56,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def correct(settings: dict[str, Any], file: GgufFile) -> dict[str, Any]:
-    """Return a configuration's settings with what transformers leaves out of a file's keys.
+    """Return a configuration's settings, with the keys of a file that transformers leaves out.
 
     Args:
         settings: as transformers maps them, with `model_type`.
@@ -217,7 +217,7 @@ def _scaling(keys: _ArchitectureKeys, kind: str, theta: float) -> dict[str, Any]
 
 
 def _by_divisors(keys: _ArchitectureKeys, divisors: list[float], theta: float) -> dict[str, Any]:
-    """Return the rule of Llama 3 whose divisors of frequencies are these; the file has nothing else of it."""
+    """Return the rule of Llama 3 with these divisors of frequencies; the file has nothing else of it."""
     factor = max(divisors)
     low, high, length = 1.0, 4.0, 8192
     rule = []

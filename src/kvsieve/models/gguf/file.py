@@ -218,7 +218,7 @@ class GgufFile:
         return shape
 
     def _place_tensors(self, found: list[GgufTensor], end: int) -> None:
-        """Check where tensors lie. `end`: of the header."""
+        """Check the places of tensors. `end`: of the header."""
         alignment = self.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise self._error(f"its general.alignment is {short(alignment)}", "a power of two")
@@ -264,7 +264,7 @@ class GgufFile:
         return self._decoded(start, self._at, what)
 
     def _spans(self, count: int) -> Iterator[tuple[int, int]]:
-        """Yield starts and ends of so many texts and go behind them; without calls, for a vocabulary has many."""
+        """Yield starts and ends of so many texts and skip them; without calls, for a vocabulary has many."""
         length = struct.Struct("<Q").unpack_from
         whole = self._bytes
         size = len(whole)

@@ -62,7 +62,7 @@ def names_of(model: Any, processor: Any) -> dict[str, str]:
 
 
 class Filling:
-    """Tensors of a file on their way into a model whose parameters have no memory."""
+    """Tensors of a file on their way into a model that has no memory for its parameters."""
 
     def __init__(self, file: GgufFile, model: Any, settings: dict[str, Any], dtype: torch.dtype) -> None:
         from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
@@ -223,7 +223,7 @@ def _few(names: list[str]) -> str:
 
 
 def _keep_tied(*_: Any, **__: Any) -> None:
-    """Do nothing: what is tied by its blocks has no parameters to tie."""
+    """Do nothing: layers that share blocks have no parameters to tie."""
 
 
 __all__ = ["Filling", "names_of"]

@@ -41,7 +41,7 @@ def _q8_0(blocks: Tensor) -> Tensor:
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
-    """Scale: the weight of the largest magnitude over -16, float16; integers from -16 to 15, their fifth bits apart."""
+    """Scale: the weight of the largest magnitude over -16, float16; integers from -16 to 15, fifth bits together."""
     largest = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))
     scale = largest / -16
     whole = (blocks * _inverse(scale) + 16.5).clamp_(max=31).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""Hooks of transformers' loader, which packs weights in one pass and loads what is not packed in another."""
+"""Hooks of transformers' loader, which packs weights in one pass and loads the others in a second one."""
 
 from __future__ import annotations
 

@@ -38,11 +38,11 @@ def load_packed(name: str, dtype: torch.dtype | str, weights: Weights) -> PreTra
     """Load a checkpoint on the CPU, in eval mode, with packed weights.
 
     The first call packs one tensor at a time into a file of `packed_dir`. Later calls map that file and read only the
-    rest of the checkpoint. A changed checkpoint is packed anew, a damaged file too, with a warning.
+    rest of the checkpoint. A changed checkpoint is packed again, a damaged file too, with a warning.
 
     Args:
         name: directory of a transformers checkpoint, or a hub id.
-        dtype: of what is not packed, and of activations: float32 or bfloat16; "auto": the checkpoint's own.
+        dtype: of plain weights and of activations: float32 or bfloat16; "auto": the checkpoint's own.
         weights: "int8" or "int4"; `layout.layout_of` has the formats.
 
     Raises:
