@@ -44,6 +44,7 @@ WRITERS = {
     "toys_*.json": "toys/train.py",
     "vllm.json": "speed/vllm_plugin.py",
     "vllm_gpu.json": "speed/vllm_plugin.py",
+    "weights_*.json": "speed/weights.py",
 }
 MODELS = json.loads((ROOT / "benchmarks" / "models.json").read_text())
 WEIGHTS = re.compile(r"4-bit \(?Q4_K_M\)?\s+GGUF\s+weights,?\s+dequantized\s+to\s+bfloat16")
