@@ -45,22 +45,48 @@ INLINE Bytes bytes_at(const uint8_t *from) {
     return x;
 }
 
-// scale * q + more of 16 integers with signs.
-INLINE void put_scaled(Bytes q, float scale, float more, float *y) {
+// Vectors of numbers, where there are instructions that make them of bytes.
 #if defined(__AVX512F__)
-    __m512 x = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)q));
-    _mm512_storeu_ps(y, _mm512_fmadd_ps(x, _mm512_set1_ps(scale), _mm512_set1_ps(more)));
-#elif defined(__AVX2__)
-    for (int j = 0; j < 16; j += 8) {
-        __m128i eight = j ? _mm_unpackhi_epi64((__m128i)q, (__m128i)q) : (__m128i)q;
-        __m256 x = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight)), _mm256_set1_ps(scale));
-        _mm256_storeu_ps(y + j, _mm256_add_ps(x, _mm256_set1_ps(more)));
-    }
+#define WITH_SUMS 1
+typedef __m512 Numbers;
+#elif defined(__AVX2__) && defined(__FMA__)
+#define WITH_SUMS 1
+typedef __m256 Numbers;
+#else
+typedef float Numbers;
+#endif
+
+// What becomes of numbers, 16 at a time: they are written, or their products with x are added to sums, in turns.
+typedef struct {
+    float *to;
+    const float *x;
+    Numbers a, b, c, d;
+} Sink;
+
+// scale * q + more of 16 integers with signs.
+INLINE void put_scaled(Bytes q, float scale, float more, Sink *sink, int in_sum) {
+    Numbers a = sink->a, b = sink->b;
+#if defined(__AVX512F__)
+    __m512 y = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)q));
+    y = _mm512_fmadd_ps(y, _mm512_set1_ps(scale), _mm512_set1_ps(more));
+    if (in_sum) a = _mm512_fmadd_ps(y, _mm512_loadu_ps(sink->x), a);
+    else _mm512_storeu_ps(sink->to, y);
+#elif defined(WITH_SUMS)
+    __m256 factor = _mm256_set1_ps(scale), offset = _mm256_set1_ps(more);
+    __m256 low = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32((__m128i)q));
+    __m256 high = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64((__m128i)q, (__m128i)q)));
+    low = _mm256_fmadd_ps(low, factor, offset), high = _mm256_fmadd_ps(high, factor, offset);
+    if (in_sum) {
+        a = _mm256_fmadd_ps(low, _mm256_loadu_ps(sink->x), a);
+        b = _mm256_fmadd_ps(high, _mm256_loadu_ps(sink->x + 8), b);
+    } else _mm256_storeu_ps(sink->to, low), _mm256_storeu_ps(sink->to + 8, high);
 #else
     int8_t each[16];
     memcpy(each, &q, sizeof each);
-    for (int j = 0; j < 16; j++) y[j] = scale * (float)each[j] + more;
+    for (int j = 0; j < 16; j++) sink->to[j] = scale * (float)each[j] + more;
 #endif
+    if (in_sum) sink->a = sink->c, sink->b = sink->d, sink->c = a, sink->d = b, sink->x += 16;
+    else sink->to += 16;
 }
 
 // Bits of a word as bytes, 16 where a bit is set.
@@ -68,27 +94,27 @@ INLINE Bytes sixteens(uint32_t bits) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
     return (Bytes)_mm_maskz_set1_epi8((__mmask16)bits, 16);
 #else
-    static const uint8_t each[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
-    uint64_t two[2] = {(bits & 255) * 0x0101010101010101u, (bits >> 8 & 255) * 0x0101010101010101u};
-    return (Bytes)((bytes_at((const uint8_t *)two) & bytes_at(each)) != 0) & 16;
+    typedef uint64_t Two __attribute__((vector_size(16)));
+    Bytes all = (Bytes)(Two){(bits & 255) * 0x0101010101010101u, (bits >> 8 & 255) * 0x0101010101010101u};
+    return (Bytes)((all & (Bytes){1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128}) != 0) & 16;
 #endif
 }
 
 // Types of 32 numbers a block, of 4 or 5 bits.
-INLINE void unpack_few(const uint8_t *b, int kind, float *y) {
+INLINE void unpack_few(const uint8_t *b, int kind, Sink *sink, int in_sum) {
     int has_offset = kind == Q4_1 || kind == Q5_1, is_five = kind == Q5_0 || kind == Q5_1;
     float d = scale_at(b), more = has_offset ? scale_at(b + 2) : (is_five ? -16 : -8) * d;
     b += has_offset ? 4 : 2;
     Bytes q = bytes_at(is_five ? b + 4 : b), low = q & 15, high = q >> 4;
     if (is_five) low |= sixteens(word_at(b)), high |= sixteens(word_at(b) >> 16);
-    put_scaled(low, d, more, y);
-    put_scaled(high, d, more, y + 16);
+    put_scaled(low, d, more, sink, in_sum);
+    put_scaled(high, d, more, sink, in_sum);
 }
 
-INLINE void unpack_8(const uint8_t *b, float *y) {
+INLINE void unpack_8(const uint8_t *b, Sink *sink, int in_sum) {
     float d = scale_at(b);
-    put_scaled(bytes_at(b + 2), d, 0, y);
-    put_scaled(bytes_at(b + 18), d, 0, y + 16);
+    put_scaled(bytes_at(b + 2), d, 0, sink, in_sum);
+    put_scaled(bytes_at(b + 18), d, 0, sink, in_sum);
 }
 
 // Scales, then offsets, of 6 bits, of the 8 parts of a block of Q4_K or Q5_K.
@@ -116,16 +142,16 @@ INLINE void scales_of_3(const uint8_t *from, uint8_t *scales) {
 }
 
 // Types of 256 numbers a block, in parts of 16 or 32 that have scales of their own.
-INLINE void unpack_2k(const uint8_t *b, float *y) {
+INLINE void unpack_2k(const uint8_t *b, Sink *sink, int in_sum) {
     float d = scale_at(b + 80), least = scale_at(b + 82);
 #pragma GCC unroll 16
     for (int part = 0; part < 16; part++) {
         Bytes q = bytes_at(b + 16 + part / 8 * 32 + part % 2 * 16) >> (part / 2 % 4 * 2) & 3;
-        put_scaled(q, d * (float)(b[part] & 15), -least * (float)(b[part] >> 4), y + part * 16);
+        put_scaled(q, d * (float)(b[part] & 15), -least * (float)(b[part] >> 4), sink, in_sum);
     }
 }
 
-INLINE void unpack_3k(const uint8_t *b, float *y) {
+INLINE void unpack_3k(const uint8_t *b, Sink *sink, int in_sum) {
     uint8_t scales[16];
     float d = scale_at(b + 108);
     scales_of_3(b + 96, scales);
@@ -133,11 +159,11 @@ INLINE void unpack_3k(const uint8_t *b, float *y) {
     for (int part = 0; part < 16; part++) {
         Bytes low = bytes_at(b + 32 + part / 8 * 32 + part % 2 * 16) >> (part / 2 % 4 * 2) & 3;
         Bytes high = bytes_at(b + part % 2 * 16) >> (part / 2) & 1;
-        put_scaled(low + high * 4 - 4, d * (float)(scales[part] - 32), 0, y + part * 16);
+        put_scaled(low + high * 4 - 4, d * (float)(scales[part] - 32), 0, sink, in_sum);
     }
 }
 
-INLINE void unpack_45k(const uint8_t *b, int kind, float *y) {
+INLINE void unpack_45k(const uint8_t *b, int kind, Sink *sink, int in_sum) {
     uint8_t sixth[16];
     float d = scale_at(b), least = scale_at(b + 2);
     sixes(b + 4, sixth);
@@ -145,11 +171,11 @@ INLINE void unpack_45k(const uint8_t *b, int kind, float *y) {
     for (int part = 0; part < 16; part++) {
         Bytes q = bytes_at(b + (kind == Q5_K ? 48 : 16) + part / 4 * 32 + part % 2 * 16) >> (part / 2 % 2 * 4) & 15;
         if (kind == Q5_K) q |= (bytes_at(b + 16 + part % 2 * 16) >> (part / 2) & 1) << 4;
-        put_scaled(q, d * (float)sixth[part / 2], -least * (float)sixth[8 + part / 2], y + part * 16);
+        put_scaled(q, d * (float)sixth[part / 2], -least * (float)sixth[8 + part / 2], sink, in_sum);
     }
 }
 
-INLINE void unpack_6k(const uint8_t *b, float *y) {
+INLINE void unpack_6k(const uint8_t *b, Sink *sink, int in_sum) {
     float d = scale_at(b + 208);
 #pragma GCC unroll 16
     for (int part = 0; part < 16; part++) {
@@ -157,30 +183,48 @@ INLINE void unpack_6k(const uint8_t *b, float *y) {
         int half = part / 8, quarter = part / 2 % 4, first = part % 2 * 16;
         Bytes low = bytes_at(b + half * 64 + quarter % 2 * 32 + first) >> (quarter / 2 * 4) & 15;
         Bytes high = bytes_at(b + 128 + half * 32 + first) >> (quarter * 2) & 3;
-        put_scaled((low | high << 4) - 32, d * (float)(int8_t)b[192 + part], 0, y + part * 16);
+        put_scaled((low | high << 4) - 32, d * (float)(int8_t)b[192 + part], 0, sink, in_sum);
     }
+}
+
+// Whole blocks of a type of several numbers each.
+INLINE void visit(int64_t kind, const uint8_t *from, int64_t blocks, Sink *sink, int in_sum) {
+#define EACH(CALL, SIZE_OF_ONE) \
+    for (const uint8_t *b = from, *end = from + blocks * SIZE_OF_ONE; b < end; b += SIZE_OF_ONE) CALL
+    switch (kind) {
+    case Q4_0: EACH(unpack_few(b, Q4_0, sink, in_sum), 18); break;
+    case Q4_1: EACH(unpack_few(b, Q4_1, sink, in_sum), 20); break;
+    case Q5_0: EACH(unpack_few(b, Q5_0, sink, in_sum), 22); break;
+    case Q5_1: EACH(unpack_few(b, Q5_1, sink, in_sum), 24); break;
+    case Q8_0: EACH(unpack_8(b, sink, in_sum), 34); break;
+    case Q2_K: EACH(unpack_2k(b, sink, in_sum), 84); break;
+    case Q3_K: EACH(unpack_3k(b, sink, in_sum), 110); break;
+    case Q4_K: EACH(unpack_45k(b, Q4_K, sink, in_sum), 144); break;
+    case Q5_K: EACH(unpack_45k(b, Q5_K, sink, in_sum), 176); break;
+    default: EACH(unpack_6k(b, sink, in_sum), 210);
+    }
+#undef EACH
 }
 
 // Whole blocks of a type become float32.
 static void unpack(int64_t kind, const uint8_t *from, int64_t blocks, float *to) {
-#define EACH(CALL, BYTES_OF_ONE, NUMBERS) \
-    for (const uint8_t *b = from, *end = from + blocks * BYTES_OF_ONE; b < end; b += BYTES_OF_ONE, to += NUMBERS) CALL
-    switch (kind) {
-    case F32: memcpy(to, from, (size_t)blocks * 4); break;
-    case F16: halves((const Float16 *)from, (int)blocks, to); break;
-    case BF16:
+    Sink sink = {.to = to};
+    if (kind == F32) memcpy(to, from, (size_t)blocks * 4);
+    else if (kind == F16) halves((const Float16 *)from, (int)blocks, to);
+    else if (kind == BF16)
         for (int64_t j = 0; j < blocks; j++) to[j] = of_half(((const uint16_t *)from)[j]);
-        break;
-    case Q4_0: EACH(unpack_few(b, Q4_0, to), 18, 32); break;
-    case Q4_1: EACH(unpack_few(b, Q4_1, to), 20, 32); break;
-    case Q5_0: EACH(unpack_few(b, Q5_0, to), 22, 32); break;
-    case Q5_1: EACH(unpack_few(b, Q5_1, to), 24, 32); break;
-    case Q8_0: EACH(unpack_8(b, to), 34, 32); break;
-    case Q2_K: EACH(unpack_2k(b, to), 84, 256); break;
-    case Q3_K: EACH(unpack_3k(b, to), 110, 256); break;
-    case Q4_K: EACH(unpack_45k(b, Q4_K, to), 144, 256); break;
-    case Q5_K: EACH(unpack_45k(b, Q5_K, to), 176, 256); break;
-    default: EACH(unpack_6k(b, to), 210, 256);
-    }
-#undef EACH
+    else visit(kind, from, blocks, &sink, 0);
 }
+
+#if WITH_SUMS
+// The sum of products of the numbers of blocks with x.
+static float sum_of(int64_t kind, const uint8_t *from, int64_t blocks, const float *x) {
+    Sink sink = {.x = x};
+    visit(kind, from, blocks, &sink, 1);
+    Numbers all = (sink.a + sink.c) + (sink.b + sink.d);
+    float each[sizeof all / 4], sum = 0;
+    memcpy(each, &all, sizeof all);
+    for (unsigned j = 0; j < sizeof all / 4; j++) sum += each[j];
+    return sum;
+}
+#endif

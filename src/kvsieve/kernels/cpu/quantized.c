@@ -95,6 +95,13 @@ INLINE void some(const Matrix *matrix, const Weight *target, const Tokens *token
 
 static void rows_of(const Matrix *matrix, const Weight *target, const Tokens *tokens, void *out, int64_t from,
                     int64_t to) {
+#if WITH_SUMS
+    // One row of x meets numbers as they are unpacked.
+    for (; from < to && tokens->rows == 1 && SIZE(matrix->kind) > 1; from++) {
+        float sum = sum_of(matrix->kind, row_at(matrix, from), matrix->inner / SIZE(matrix->kind), tokens->x);
+        put(target, out, from, 0, 1, 1, &sum, (int)target->form);
+    }
+#endif
     for (int64_t first = 0; first < tokens->rows; first += MOST) {
         int64_t rows = tokens->rows - first < MOST ? tokens->rows - first : MOST, at = from;
         for (; at + BESIDE <= to; at += BESIDE) some(matrix, target, tokens, out, at, BESIDE, first, rows);
