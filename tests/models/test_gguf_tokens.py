@@ -122,7 +122,7 @@ def test_combining_pieces_follows_the_name_too(write):
 
 
 def test_tokens_that_are_found_whole(write):
-    kinds = {"<|a|>": CONTROL, "<think>": USER, "<\uff5cUser\uff5c>": CONTROL, "<|im_end|>": USER, "two words": USER}
+    kinds = {"<|a|>": CONTROL, "<think>": USER, "<\uff5cUser\uff5c>": CONTROL, "<|im_end|>": NORMAL, "two words": USER}
     file = write(vocabulary({**byte_words("<|eos|>"), **kinds}, eos_token_id=AFTER, padding_token_id=3))
     tokenizer = tokenizer_of(file)
     text = "<|a|> <think><\uff5cUser\uff5c><|im_end|>two words<|eos|>"

@@ -241,10 +241,11 @@ def _add_tokens(backend: Tokenizer, file: GgufFile, words: list[str], kinds: lis
     # Phi-3's tokens absorb spaces after them, except these.
     absorbing = file.architecture == "phi3" and file.get("tokenizer.ggml.model") == "llama"
     apart = ("<unk>", "<s>", "<|endoftext|>")
+    # Some files give these another type.
     ends = {*_ENDS_OF_TURN, *_ENDS_OF_TEXT}
     tokens = []
     for number, (word, kind) in enumerate(zip(words, kinds, strict=True)):
-        special = kind == _CONTROL or number in named or (kind == _USER_DEFINED and word in ends)
+        special = kind == _CONTROL or number in named or word in ends
         if special or kind == _USER_DEFINED:
             rstrip = absorbing and special and word not in apart
             tokens.append(AddedToken(word, normalized=False, special=special, rstrip=rstrip))
