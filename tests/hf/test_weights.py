@@ -220,10 +220,11 @@ def test_adapters_act_on_weights_in_blocks_and_are_not_merged_into_them():
         models.append(peft.get_peft_model(base, config).eval())
     blocks, plain = models
     same_kept(answer(blocks, PLANS["snapkv"]), answer(plain, PLANS["snapkv"]))
-    blocks.merge_adapter()
-    with pytest.raises(KvsieveError, match="default were merged into weights in blocks.*call unmerge_adapter"):
-        answer(blocks, PLANS["snapkv"])
-    blocks.unmerge_adapter()
+    for merge in (blocks.merge_adapter, lambda: blocks.merge_adapter(safe_merge=True), blocks.merge_and_unload):
+        with pytest.raises(KvsieveError, match="cannot be written, nor adapters merged.*weights='expand'"):
+            merge()
+    with pytest.raises(KvsieveError, match="cannot be written"):
+        blocks.get_output_embeddings().weight.mul_(2)
     same_kept(answer(blocks, PLANS["snapkv"]), answer(plain, PLANS["snapkv"]))
 
 

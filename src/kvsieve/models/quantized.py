@@ -25,6 +25,22 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
+class DequantizedWeight(Tensor):
+    """A dequantized copy of a weight in blocks, which stay as they are: writing to the copy raises KvsieveError."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute as with a plain tensor, which results are."""
+        in_place = func.__name__.endswith("_") and not func.__name__.endswith("__")
+        if func == Tensor.data.__set__ or (in_place and isinstance(args[0], cls)):
+            raise KvsieveError(
+                "weights in blocks cannot be written, nor adapters merged into them: leave adapters active, or load "
+                "the model with weights='expand'"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
 class QuantizedLinear(nn.Linear):
     """A linear layer with its weight in blocks.
 
@@ -47,7 +63,7 @@ class QuantizedLinear(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """Weight [C, D], dequantized for the caller."""
-        return self.matrix.dequantize(torch.empty(self.out_features, self.in_features, dtype=self.dtype))
+        return self._copied().as_subclass(DequantizedWeight)
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply [..., D]: [..., C]."""
@@ -59,8 +75,11 @@ class QuantizedLinear(nn.Linear):
     def dequantized(self, given: Tensor) -> Tensor:
         """Return the weight for a product with `given`; the next layer's call may overwrite it."""
         if torch.is_grad_enabled() and given.requires_grad:
-            return self.weight
+            return self._copied()
         return self.matrix.dequantize(_buffer(self.out_features, self.in_features, self.dtype))
+
+    def _copied(self) -> Tensor:
+        return self.matrix.dequantize(torch.empty(self.out_features, self.in_features, dtype=self.dtype))
 
     def _computes_otherwise(self, given: Tensor) -> bool:
         if torch.is_grad_enabled() and given.requires_grad:
@@ -100,7 +119,8 @@ class QuantizedEmbedding(nn.Embedding):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """Table [words, D], dequantized for the caller."""
-        return self.matrix.dequantize(torch.empty(self.num_embeddings, self.embedding_dim, dtype=self.dtype))
+        table = self.matrix.dequantize(torch.empty(self.num_embeddings, self.embedding_dim, dtype=self.dtype))
+        return table.as_subclass(DequantizedWeight)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the embeddings [..., D] of token ids [...]."""
@@ -151,4 +171,12 @@ def _dtype_after(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> torch.dt
     return found.dtype
 
 
-__all__ = ["LINEARS", "QuantizedEmbedding", "QuantizedLinear", "dtype_of", "matrices_of", "weight_bytes"]
+__all__ = [
+    "LINEARS",
+    "DequantizedWeight",
+    "QuantizedEmbedding",
+    "QuantizedLinear",
+    "dtype_of",
+    "matrices_of",
+    "weight_bytes",
+]

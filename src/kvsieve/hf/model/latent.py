@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from kvsieve.attention import UpProjection
 from kvsieve.errors import UnsupportedModelError
+from kvsieve.models.quantized import DequantizedWeight
 
-_KINDS = (Tensor, nn.Parameter)
+_KINDS = (Tensor, nn.Parameter, DequantizedWeight)
 
 
 def candidates(attention: nn.Module, rank: int) -> list[nn.Linear]:

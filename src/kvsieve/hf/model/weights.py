@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvsieve.errors import KvsieveError
-from kvsieve.models.quantized import QuantizedLinear
+from kvsieve.models.quantized import DequantizedWeight
 
 # Unit vectors per call of a projection.
 _ROWS = 1024
@@ -27,7 +27,7 @@ def plain_weight(linear: Any) -> Tensor | None:
     if hasattr(weight, "to_local"):
         weight = weight.to_local()
     # Floats of 8 bits come with scales.
-    plain = type(weight) in (Tensor, nn.Parameter) and weight.dtype in _FLOATS and weight.ndim == 2
+    plain = type(weight) in (Tensor, nn.Parameter, DequantizedWeight) and weight.dtype in _FLOATS and weight.ndim == 2
     return weight.detach() if plain and not weight.is_meta else None
 
 
@@ -60,17 +60,9 @@ def adapted_layer(decoder: nn.Module) -> Any | None:
 
 
 def active_adapters(layer: Any | None) -> tuple[str, ...]:
-    """Return the names of active adapters: merged into the weights, or enabled.
-
-    Raises KvsieveError for adapters merged into weights in blocks, which stay as they are.
-    """
+    """Return the names of active adapters: merged into the weights, or enabled."""
     if layer is None:
         return ()
-    if layer.merged_adapters and isinstance(layer.get_base_layer(), QuantizedLinear):
-        raise KvsieveError(
-            f"adapters {', '.join(layer.merged_adapters)} were merged into weights in blocks, which cannot be written: "
-            "call unmerge_adapter(), which leaves them active, or load the model with weights='expand'"
-        )
     return tuple(sorted({*layer.merged_adapters, *(() if layer.disable_adapters else layer.active_adapters)}))
 
 
