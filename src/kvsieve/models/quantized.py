@@ -32,7 +32,8 @@ class DequantizedWeight(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute as with a plain tensor, which results are."""
         in_place = func.__name__.endswith("_") and not func.__name__.endswith("__")
-        if func == Tensor.data.__set__ or (in_place and isinstance(args[0], cls)):
+        writes = func == Tensor.data.__set__  # type: ignore[attr-defined]
+        if writes or (in_place and isinstance(args[0], cls)):
             raise KvsieveError(
                 "weights in blocks cannot be written, nor adapters merged into them: leave adapters active, or load "
                 "the model with weights='expand'"
