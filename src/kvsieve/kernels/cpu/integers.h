@@ -1,5 +1,5 @@
 // Products with GGUF's blocks by the instructions for pairs of bfloat16 (AVX-512 BF16): integers of up to 8 bits are
-// exact in bfloat16, and so are their products with x. Sums of each block are scaled in float32. WITH_INTEGERS is
+// exact in bfloat16, and their products with bfloat16 in float32. Sums of each block are scaled. WITH_INTEGERS is
 // defined where the compiler makes them.
 //
 // A group is a block of 256 numbers or four of 32. Its numbers come in units of four vectors of 32, whose lanes have one
@@ -259,81 +259,79 @@ INLINE void unpack_group(const uint8_t *at, int kind, Unit *units, __m512 *least
 }
 
 typedef struct {
-    const char *x;               // [rows, groups], each group as vectors of a weight meet it
-    int64_t next, rows, parts;   // bytes from row to row; parts: rows whose sums are those of one token
-    int64_t whole, rest;         // groups of a row of the weight that are whole; bytes of one that is not
+    const char *x;       // [rows, groups], each group as vectors of a weight meet it
+    int64_t next, rows;  // next: bytes from row to row
+    int64_t whole, rest; // groups of a row of the weight that are whole; bytes of one that is not
 } Pairs;
+
+// Add products of a group of `outputs` rows of a weight with that of a row of x.
+INLINE void add_group(int kind, const char *x, Unit units[][2], const __m512 *least, int outputs, __m512 *a) {
+    for (int u = 0; u < UNITS(kind); u++) {
+        __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; v++) {
+            __m512bh y = (__m512bh)vector_at(x + (4 * u + v) * 64);
+#pragma GCC unroll 2
+            for (int o = 0; o < outputs; o++) sum[o] = _mm512_dpbf16_ps(sum[o], y, (__m512bh)units[o][u].numbers[v]);
+        }
+#pragma GCC unroll 2
+        for (int o = 0; o < outputs; o++) a[o] = _mm512_fmadd_ps(sum[o], units[o][u].scale, a[o]);
+    }
+    if (!HAS_LEAST(kind)) return;
+    __m512 sums_of_x = _mm512_loadu_ps(x + GROUP(kind) * 2);
+#pragma GCC unroll 2
+    for (int o = 0; o < outputs; o++) a[o] = _mm512_fmadd_ps(least[o], sums_of_x, a[o]);
+}
 
 // Sums [rows, TURN], each in the lanes of a vector, of products of `outputs` rows of a weight with rows of x. Memory brings
 // one row by itself in time; of two, those that follow are read ahead, which `w` has after them.
 INLINE void integer_sums(const uint8_t *const *w, int kind, const Pairs *pairs, const char *x, int outputs, int rows,
                          Floats *sums) {
     uint8_t last[2][256];
-    if (pairs->rest)
-        for (int o = 0; o < outputs; o++) {
-            memset(last[o], 0, sizeof last[o]);
-            memcpy(last[o], w[o] + pairs->whole * GROUP_BYTES(kind), (size_t)pairs->rest);
-        }
     __m512 a[2 * TOGETHER];
 #pragma GCC unroll 16
     for (int i = 0; i < outputs * rows; i++) a[i] = _mm512_setzero_ps();
-    for (int64_t g = 0; g < pairs->whole + (pairs->rest > 0); g++) {
-        Unit units[2][2];
-        __m512 least[2];
-#pragma GCC unroll 2
-        for (int o = outputs; o < 2 * outputs && outputs > 1; o++)
-#pragma GCC unroll 4
-            for (int64_t i = 0; i < GROUP_BYTES(kind); i += 64)
-                _mm_prefetch((const char *)w[o] + g * GROUP_BYTES(kind) + i, _MM_HINT_T0);
-#pragma GCC unroll 2
-        for (int o = 0; o < outputs; o++)
-            unpack_group(g < pairs->whole ? w[o] + g * GROUP_BYTES(kind) : last[o], kind, units[o], least + o);
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) {
-            const char *of_row = x + r * pairs->next + g * GROUP_OF_X(kind);
-            for (int u = 0; u < UNITS(kind); u++) {
-                __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-#pragma GCC unroll 4
-                for (int v = 0; v < 4; v++) {
-                    __m512bh y = (__m512bh)vector_at(of_row + (4 * u + v) * 64);
-#pragma GCC unroll 2
-                    for (int o = 0; o < outputs; o++)
-                        sum[o] = _mm512_dpbf16_ps(sum[o], y, (__m512bh)units[o][u].numbers[v]);
-                }
-#pragma GCC unroll 2
-                for (int o = 0; o < outputs; o++)
-                    a[r * outputs + o] = _mm512_fmadd_ps(sum[o], units[o][u].scale, a[r * outputs + o]);
-            }
-            if (HAS_LEAST(kind)) {
-                __m512 total_of_x = _mm512_loadu_ps(of_row + GROUP(kind) * 2);
-#pragma GCC unroll 2
-                for (int o = 0; o < outputs; o++)
-                    a[r * outputs + o] = _mm512_fmadd_ps(least[o], total_of_x, a[r * outputs + o]);
-            }
+    // Whole groups; then, from a copy that ends in zeros, what is left of the rows.
+    for (int64_t begin = 0, end = pairs->whole;; begin = end, end++) {
+        const uint8_t *at[2] = {w[0], w[1]};
+        for (int o = 0; o < outputs && end > pairs->whole; o++) {
+            memset(last[o], 0, sizeof last[o]);
+            memcpy(last[o], w[o] + begin * GROUP_BYTES(kind), (size_t)pairs->rest);
+            at[o] = last[o];
         }
+        for (int64_t g = begin; g < end; g++) {
+            Unit units[2][2];
+            __m512 least[2];
+#pragma GCC unroll 2
+            for (int o = 0; o < outputs; o++, at[o - 1] += GROUP_BYTES(kind)) {
+#pragma GCC unroll 4
+                for (int64_t i = 0; i < GROUP_BYTES(kind) && outputs > 1; i += 64)
+                    _mm_prefetch((const char *)w[outputs + o] + g * GROUP_BYTES(kind) + i, _MM_HINT_T0);
+                unpack_group(at[o], kind, units[o], least + o);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++)
+                add_group(kind, x + r * pairs->next + g * GROUP_OF_X(kind), units, least, outputs, a + r * outputs);
+        }
+        if (!pairs->rest || end > pairs->whole) break;
     }
 #pragma GCC unroll 16
     for (int i = 0; i < outputs * rows; i++) sums[i / outputs * TURN + i % outputs] = (Floats)a[i];
 }
 
-// Lanes of sums [rows, TURN] are added, and rows that are parts of a token; `count` of TURN are written, from `at` on.
-static void write_sums(const Weight *target, const Pairs *pairs, void *out, int64_t at, int64_t first, int rows,
-                       int count, const Floats *sums) {
-    int parts = (int)pairs->parts;
+// Lanes of sums [rows, TURN] are added; `count` of TURN are written, from `at` on.
+static void write_sums(const Weight *target, uint16_t *out, int64_t at, int64_t first, int rows, int count,
+                       const Floats *sums) {
     __mmask16 some = (__mmask16)((1 << count) - 1);
     __m512 more = _mm512_setzero_ps();
-    if (target->bias && target->form == FLOATS) more = _mm512_maskz_loadu_ps(some, (const float *)target->bias + at);
-    else if (target->bias) {
-        __m256i halves_of_it = _mm256_maskz_loadu_epi16(some, (const uint16_t *)target->bias + at);
-        more = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves_of_it), 16);
+    if (target->bias) {
+        __m256i bias = _mm256_maskz_loadu_epi16(some, (const uint16_t *)target->bias + at);
+        more = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bias), 16);
     }
-    for (int r = 0; r < rows; r += parts) {
-        __m512 sum = totals(sums + r * TURN);
-        for (int p = 1; p < parts; p++) sum = _mm512_add_ps(sum, totals(sums + (r + p) * TURN));
-        sum = _mm512_add_ps(sum, more);
-        int64_t to = (first + r) / parts * target->width + at;
-        if (target->form == FLOATS) _mm512_mask_storeu_ps((float *)out + to, some, sum);
-        else _mm256_mask_storeu_epi16((uint16_t *)out + to, some, (__m256i)_mm512_cvtneps_pbh(sum));
+    for (int r = 0; r < rows; r++) {
+        __m512 sum = _mm512_add_ps(totals(sums + r * TURN), more);
+        uint16_t *to = out + (first + r) * target->width + at;
+        _mm256_mask_storeu_epi16(to, some, (__m256i)_mm512_cvtneps_pbh(sum));
     }
 }
 
@@ -353,15 +351,15 @@ INLINE void integers_with(const Matrix *matrix, int kind, const Pairs *pairs, in
     }
 }
 
-// The same of rows [from, to) with all rows of x, in groups that differ by one token at most.
-INLINE void integers_with_all(const Matrix *matrix, int kind, const Weight *target, const Pairs *pairs, void *out,
+// The same of rows [from, to) with all rows of x, in groups that differ by one row at most.
+INLINE void integers_with_all(const Matrix *matrix, int kind, const Weight *target, const Pairs *pairs, uint16_t *out,
                               int64_t from, int64_t to) {
-    int64_t tokens = pairs->rows / pairs->parts, few = TOGETHER / pairs->parts, groups = (tokens + few - 1) / few;
+    int64_t groups = (pairs->rows + TOGETHER - 1) / TOGETHER;
     Floats sums[TOGETHER * TURN] = {{0}};
     for (int64_t at = from; at < to; at += TURN) {
         int count = to - at < TURN ? (int)(to - at) : TURN;
         for (int64_t left = groups, row = 0, rows; left; left--, row += rows) {
-            rows = (tokens - row / pairs->parts + left - 1) / left * pairs->parts;
+            rows = (pairs->rows - row + left - 1) / left;
 #define ROWS(N) integers_with(matrix, kind, pairs, at, count, row, N, sums)
             switch (rows) {
             case 1: ROWS(1); break;
@@ -372,30 +370,46 @@ INLINE void integers_with_all(const Matrix *matrix, int kind, const Weight *targ
             default: ROWS(6);
             }
 #undef ROWS
-            write_sums(target, pairs, out, at, row, (int)rows, count, sums);
+            write_sums(target, out, at, row, (int)rows, count, sums);
         }
     }
 }
 
-static void integer_rows(const Matrix *matrix, const Weight *target, const Pairs *pairs, void *out, int64_t from,
-                         int64_t to) {
-#define KIND(NAME) \
-    case NAME: \
-        integers_with_all(matrix, NAME, target, pairs, out, from, to); \
-        break
-    switch (matrix->kind) {
-        KIND(Q4_0);
-        KIND(Q4_1);
-        KIND(Q5_0);
-        KIND(Q5_1);
-        KIND(Q8_0);
-        KIND(Q2_K);
-        KIND(Q3_K);
-        KIND(Q4_K);
-        KIND(Q5_K);
-        KIND(Q6_K);
+// One function for each type: compilers take long over one for all.
+#define OF_KIND(NAME)                                                                                                 \
+    static __attribute__((noinline)) void rows_of_##NAME(const Matrix *matrix, const Weight *target, const Pairs *pairs, \
+                                                         uint16_t *out, int64_t from, int64_t to) {                   \
+        integers_with_all(matrix, NAME, target, pairs, out, from, to);                                                \
     }
-#undef KIND
+OF_KIND(Q4_0)
+OF_KIND(Q4_1)
+OF_KIND(Q5_0)
+OF_KIND(Q5_1)
+OF_KIND(Q8_0)
+OF_KIND(Q2_K)
+OF_KIND(Q3_K)
+OF_KIND(Q4_K)
+OF_KIND(Q5_K)
+OF_KIND(Q6_K)
+#undef OF_KIND
+
+static void integer_rows(const Matrix *matrix, const Weight *target, const Pairs *pairs, uint16_t *out, int64_t from,
+                         int64_t to) {
+#define CASE(NAME) \
+    case NAME: rows_of_##NAME(matrix, target, pairs, out, from, to); break
+    switch (matrix->kind) {
+        CASE(Q4_0);
+        CASE(Q4_1);
+        CASE(Q5_0);
+        CASE(Q5_1);
+        CASE(Q8_0);
+        CASE(Q2_K);
+        CASE(Q3_K);
+        CASE(Q4_K);
+        CASE(Q5_K);
+        CASE(Q6_K);
+    }
+#undef CASE
 }
 
 // Whether there are such products of a type.
@@ -408,17 +422,7 @@ __attribute__((constructor)) static void set_places(void) {
         for (int i = 0; in_integers(kind) && i < GROUP(kind); i++) places[kind][i] = (int16_t)place_of(kind, i);
 }
 
-// A number as the sum of `parts` of bfloat16: one that is rounded, three that are exact but for the least bits.
-INLINE void parts_of(float number, int64_t parts, uint16_t *to) {
-    to[0] = to_half(number);
-    int is_finite = (to[0] & 0x7f80) != 0x7f80;
-    for (int64_t p = 1; p < parts; p++) {
-        number -= of_half(to[p - 1]);
-        to[p] = is_finite ? to_half(number) : 0;
-    }
-}
-
-// A group of x, of which `left` numbers are there: a part of each, in the order of the weight's.
+// A group of x, of which `left` numbers are there, in the order of the weight's.
 INLINE void place_group(int kind, const uint16_t *from, int64_t left, char *to) {
     uint16_t *numbers = (uint16_t *)to;
     for (int i = 0; i < GROUP(kind); i++) {
@@ -438,28 +442,17 @@ INLINE void place_group(int kind, const uint16_t *from, int64_t left, char *to) 
     memcpy(to + GROUP(kind) * 2, sums, sizeof sums);
 }
 
-// Rows of x as weights meet them; null where there is no memory. half: x is bfloat16, and else float32.
-static void *pairs_of(const Matrix *matrix, const void *x, int64_t rows, int64_t half, Pairs *pairs) {
-    int64_t inner = matrix->inner, kind = matrix->kind, group = GROUP(kind), parts = half ? 1 : 3;
-    pairs->parts = parts, pairs->rows = rows * parts;
+// Rows of x as weights meet them; null where there is no memory.
+static void *pairs_of(const Matrix *matrix, const uint16_t *x, int64_t rows, Pairs *pairs) {
+    int64_t inner = matrix->inner, kind = matrix->kind, group = GROUP(kind);
+    pairs->rows = rows;
     pairs->whole = inner / group, pairs->rest = inner % group / SIZE(kind) * block_bytes(kind);
     pairs->next = (inner + group - 1) / group * GROUP_OF_X(kind);
-    char *made = allocate_lines((size_t)(pairs->rows * pairs->next));
+    char *made = allocate_lines((size_t)(rows * pairs->next));
     for (int64_t row = 0; made && row < rows; row++)
         for (int64_t at = 0; at < inner; at += group) {
-            int64_t left = inner - at < group ? inner - at : group;
-            char *to = made + row * parts * pairs->next + at / group * GROUP_OF_X(kind);
-            if (half) {
-                place_group((int)kind, (const uint16_t *)x + row * inner + at, left, to);
-                continue;
-            }
-            uint16_t of_parts[3][256];
-            for (int64_t i = 0; i < left; i++) {
-                uint16_t few[3];
-                parts_of(((const float *)x)[row * inner + at + i], 3, few);
-                for (int p = 0; p < 3; p++) of_parts[p][i] = few[p];
-            }
-            for (int p = 0; p < 3; p++) place_group((int)kind, of_parts[p], left, to + p * pairs->next);
+            char *to = made + row * pairs->next + at / group * GROUP_OF_X(kind);
+            place_group((int)kind, x + row * inner + at, inner - at, to);
         }
     pairs->x = made;
     return made;

@@ -132,8 +132,8 @@ int64_t multiply(const Matrix *matrix, const void *bias, const void *x, void *ou
     void *made = 0;
 #if WITH_INTEGERS
     Pairs pairs;
-    int is_integers = in_integers(matrix->kind);
-    if (is_integers) made = pairs_of(matrix, x, rows, half, &pairs);
+    int is_integers = half && in_integers(matrix->kind);
+    if (is_integers) made = pairs_of(matrix, x, rows, &pairs);
     else
 #endif
         made = tokens_of(x, matrix->inner, half, &tokens);
