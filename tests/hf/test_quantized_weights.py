@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from kvsieve.hf.decode import fused_modules
 from kvsieve.hf.decode.fused_modules import FusedModules
 from kvsieve.hf.forward.pieces import rows_are_alone
 from kvsieve.models.quantized import QuantizedLinear, weight_bytes
+from kvsieve.planning.drafts import as_draft
 from tiny_models import build
 
 pytest.importorskip("gguf")
@@ -62,7 +64,8 @@ def test_a_model_in_blocks_drafts_and_is_drafted_for(pair, ids):
     blocks, plain = pair
     wanted = answer(plain, kvsieve.plan("full"), ids)
     for model, draft in (pair, pair[::-1]):
-        found = answer(model, kvsieve.plan("full"), ids, draft=draft)
+        always = dataclasses.replace(as_draft(draft), adapt=False)
+        found = answer(model, kvsieve.plan("full"), ids, draft=always)
         assert found.sequences.tolist() == wanted.sequences.tolist()
         assert found.stats.drafts.accepted > 0
 
