@@ -115,7 +115,7 @@ def pages(found: list[Evidence]) -> dict[Path, dict[str, str]]:
     return {
         ROOT / "README.md": {
             "measured": summary_table(found[0]),
-            "weights": weights_table(4096),
+            "weights": weights_line(),
             "peers": peers_table(),
         },
         ROOT / "docs" / "choosing.md": {
@@ -462,30 +462,54 @@ def weights_measured(one: Evidence) -> str:
     return "\n\n".join(part for part in parts if part) or "Not measured."
 
 
-def weights_table(length: int | None = None) -> str:
-    """Times and memory of GGUF files by engine (benchmarks/speed/weights.py). length: of the prompts; None for all."""
+def weights_line(kind: str = "Q4_K_M", length: int = 4096) -> str:
+    """Return a line of the ratios of a file in blocks to other engines; nothing where that was not measured."""
+    file = RESULTS / "weights_speed.json"
+    if not file.exists():
+        return ""
+    report = json.loads(file.read_text())
+    summary = report["files"].get(kind, {"summary": ()})["summary"]
+    parts = []
+    for row in summary:
+        if row["tokens"] == length and row["engine"] != "blocks" and "peak_bytes" in row:
+            ratios = [f"{row[f'{name}_blocks']:.2f}" for name in ("ttft_s", "tpot_s", "peak_bytes")]
+            parts.append(f"{' / '.join(ratios)} of {ENGINES[row['engine']]}")
+    if not parts:
+        return ""
+    said = (
+        f"A {kind} file of {report['model']}, kept in blocks, at {length:,} tokens: time to the first token / per token"
+    )
+    return f"{said} / memory are {'; '.join(parts)} ([weights](docs/weights.md#measured))."
+
+
+def weights_table() -> str:
+    """Times and memory of GGUF files by engine and length (benchmarks/speed/weights.py)."""
     file = RESULTS / "weights_speed.json"
     if not file.exists():
         return ""
     report = json.loads(file.read_text())
     lines = []
     for kind, found in report["files"].items():
-        rows = [row for row in found["summary"] if length in (None, row["tokens"])]
-        for row in sorted(rows, key=lambda row: (row["tokens"], list(ENGINES).index(row["engine"]))):
-            cells = [kind, ENGINES[row["engine"]], f"{row['ttft_s']:.1f}", f"{1000 * row['tpot_s']:.0f}"]
+        for row in sorted(found["summary"], key=lambda row: (row["tokens"], list(ENGINES).index(row["engine"]))):
+            cells = [
+                f"{row['tokens']:,}",
+                kind,
+                ENGINES[row["engine"]],
+                f"{row['ttft_s']:.1f}",
+                f"{1000 * row['tpot_s']:.0f}",
+            ]
             cells.append(f"{row['peak_bytes'] / MIB:,.0f}" if "peak_bytes" in row else "")
             for name in ("ttft_s", "tpot_s", "peak_bytes"):
                 blocks = row["engine"] == "blocks" or f"{name}_blocks" not in row
                 cells.append("" if blocks else f"{row[f'{name}_blocks']:.2f}")
-            lines.append([f"{row['tokens']:,}", *cells] if length is None else cells)
-    head = ["file", "engine", "first token, s", "per token, ms", "memory, MiB"]
+            lines.append(cells)
+    head = ["tokens", "file", "engine", "first token, s", "per token, ms", "memory, MiB"]
     head += ["blocks over it: first token", "per token", "memory"]
     stamp = report["environments"][-1]
     rounds = min(row["rounds"] for found in report["files"].values() for row in found["summary"])
-    tokens = "" if length is None else f", {length:,} tokens"
-    said = f"GGUF files of {report['model']} on {stamp['processor']}, {report['threads']} threads{tokens}: medians of"
+    said = f"GGUF files of {report['model']} on {stamp['processor']}, {report['threads']} threads: medians of"
     said = f"{said} {rounds} rounds; memory is the resident peak of the process, mapped pages included"
-    return f"{said} (`python benchmarks/speed/weights.py`):\n\n{markdown(head if length else ['tokens', *head], lines)}"
+    return f"{said} (`python benchmarks/speed/weights.py`):\n\n{markdown(head, lines)}"
 
 
 def weights_identical() -> str:

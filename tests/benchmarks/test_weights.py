@@ -202,20 +202,21 @@ def test_answers_of_two_models_are_compared():
 def test_the_page_tells_what_was_measured_and_no_more(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
     one = SimpleNamespace(folder=tmp_path / "model")
-    assert pages.weights_measured(one) == "Not measured." and pages.weights_table(4096) == ""
+    assert pages.weights_measured(one) == "Not measured." and pages.weights_line() == ""
     rounds = {"4096": [{"blocks": BLOCKS, "llama.cpp": OTHER}], "1024": [{"blocks": BLOCKS, "bfloat16": OTHER}]}
     found = {"rounds": rounds, "memory": {"4096": {name: {"peak_bytes": 3 << 20} for name in ("blocks", "llama.cpp")}}}
     found["summary"] = weights.summary(found)
     report = {"model": "Qwen", "threads": 2, "environments": [environment()], "files": {"Q4_K_M": found}}
     (tmp_path / "weights_speed.json").write_text(json.dumps(report))
-    text = pages.weights_table(4096)
-    assert "|Q4_K_M|kvsieve, file in blocks|2.0|10|3||||" in text and "bfloat16" not in text
-    assert "|Q4_K_M|llama.cpp, compiled for this processor|4.0|20|3|0.50|0.50|1.00|" in text
+    line = pages.weights_line()
+    assert "0.50 / 0.50 / 1.00 of llama.cpp, compiled for this processor (" in line and "bfloat16" not in line
     row = {"case": "full", "prompts": 50, "tokens": 2400, "differences": []}
     (tmp_path / "weights_identical.json").write_text(json.dumps({"rows": {"a": row}}))
     large = {"file_bytes": 4e9, "limit_bytes": 8e9, "peak_bytes": 4.5e9, "kv_bytes": 1e8, "prompt": 512}
     (tmp_path / "weights_large.json").write_text(json.dumps(large))
     text = pages.weights_measured(one)
+    assert "|4,096|Q4_K_M|kvsieve, file in blocks|2.0|10|3||||" in text
+    assert "|4,096|Q4_K_M|llama.cpp, compiled for this processor|4.0|20|3|0.50|0.50|1.00|" in text
     assert "|1,024|Q4_K_M|kvsieve, expanded to bfloat16|4.0|20||0.50|0.50||" in text
     assert "50 under `full`: 2,400 tokens. Answers that differ: 0" in text
     assert "4.50 GB at the peak, 1.10 times the file besides its KV" in text
