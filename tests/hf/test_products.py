@@ -246,7 +246,7 @@ def test_hooks_see_and_change_what_is_theirs(served):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_token_takes_a_product_of_each_layer(calls, rows):
-    model, ids = build("qwen2", dtype=torch.bfloat16), PROMPT.repeat(rows, 1)
+    model, ids = build("granite", dtype=torch.bfloat16), PROMPT.repeat(rows, 1)
     told = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     with kvsieve.attach(model, kvsieve.plan("snapkv", budget=40, window=4), decode="fused") as sieve:
         result = sieve.generate(ids, output_logits=True, return_dict_in_generate=True, **told)
