@@ -14,6 +14,7 @@ from kvsieve.errors import KvsieveError
 from kvsieve.hf.decode import fused_modules
 from kvsieve.hf.decode.fused_modules import FusedModules
 from kvsieve.hf.forward.pieces import rows_are_alone
+from kvsieve.kernels.cpu.quantized import QuantizedMatrix
 from kvsieve.models.quantized import QuantizedLinear, weight_bytes
 from kvsieve.planning.drafts import as_draft
 from tiny_models import build
@@ -74,23 +75,25 @@ def test_operations_around_the_products_are_compiled(pair):
     assert [FusedModules(model.model).count for model in pair] == [3 * 4 + 1] * 2
 
 
-def test_an_mlp_takes_a_long_prompt_in_parts(pair, ids, monkeypatch):
+def test_an_mlp_takes_a_long_prompt_in_parts_and_dequantizes_once(pair, ids, monkeypatch):
     blocks, _ = pair
-    monkeypatch.setattr(fused_modules, "_PART", 16)
-    monkeypatch.setattr(fused_modules, "_PART_OF_QUANTIZED", 32)
     with torch.no_grad():
         wanted = blocks(ids).logits
+    monkeypatch.setattr(fused_modules, "_PART", 32)
     seen = []
-    gate = blocks.model.layers[0].mlp.gate_proj
-    own = gate.forward
-    gate.forward = lambda x: (seen.append(x.shape[-2]), own(x))[1]
-    try:
-        with kvsieve.attach(blocks, kvsieve.plan("full"), decode="fused"), torch.no_grad():
-            torch.testing.assert_close(blocks(ids).logits, wanted, rtol=1e-4, atol=1e-4)
-    finally:
-        del gate.forward
-    # The first are those of the comparison when it is attached.
-    assert seen == [2, 32, 32, 26]
+    own = QuantizedMatrix.dequantize
+    monkeypatch.setattr(QuantizedMatrix, "dequantize", lambda self, out: seen.append(self.width) or own(self, out))
+    rows = []
+    gated = fused_modules.kernel.gated_silu
+    monkeypatch.setattr(
+        fused_modules.kernel, "gated_silu", lambda gate, up: rows.append(gate.shape[-2]) or gated(gate, up)
+    )
+    with kvsieve.attach(blocks, kvsieve.plan("full"), decode="fused"), torch.no_grad():
+        seen.clear()
+        rows.clear()
+        torch.testing.assert_close(blocks(ids).logits, wanted, rtol=1e-4, atol=1e-4)
+    assert rows == [32, 32, 26] * 3
+    assert len(seen) == 3 * 7 + 1
 
 
 def test_a_prompt_in_several_chunks_at_once_asks_these_layers_too(pair):

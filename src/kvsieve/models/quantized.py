@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ class QuantizedLinear(nn.Linear):
         """Return the weight for a product with `given`; the next layer's call may overwrite it."""
         if torch.is_grad_enabled() and given.requires_grad:
             return self._copied()
-        return self.matrix.dequantize(_buffer(self.out_features, self.in_features, self.dtype))
+        return next(_dequantized([self]))
 
     def _copied(self) -> Tensor:
         return self.matrix.dequantize(torch.empty(self.out_features, self.in_features, dtype=self.dtype))
@@ -153,12 +153,26 @@ def matrices_of(module: nn.Module) -> list[QuantizedMatrix]:
     return list({matrix.data.data_ptr(): matrix for matrix in parts}.values())
 
 
-def _buffer(width: int, inner: int, dtype: torch.dtype) -> Tensor:
-    """Return a tensor [width, inner] in this thread's buffer, which grows and is not given back."""
-    found = _scratch.buffers.get(dtype)
-    if found is None or found.numel() < width * inner:
-        _scratch.buffers[dtype] = found = torch.empty(width * inner, dtype=dtype)
-    return found[: width * inner].view(width, inner)
+def dequantized_together(linears: Sequence[nn.Linear]) -> list[Tensor | None]:
+    """Return the weights of layers in blocks for several products of each; None for other layers.
+
+    The next call of such a layer may overwrite them.
+    """
+    found = _dequantized([linear for linear in linears if isinstance(linear, QuantizedLinear)])
+    return [next(found) if isinstance(linear, QuantizedLinear) else None for linear in linears]
+
+
+def _dequantized(linears: Sequence[QuantizedLinear]) -> Iterator[Tensor]:
+    """Yield weights in this thread's buffer of their dtype, which grows and is not given back."""
+    sizes = [linear.out_features * linear.in_features for linear in linears]
+    if not linears:
+        return
+    dtype = linears[0].dtype
+    buffer = _scratch.buffers.get(dtype)
+    if buffer is None or buffer.numel() < sum(sizes):
+        _scratch.buffers[dtype] = buffer = torch.empty(sum(sizes), dtype=dtype)
+    for linear, part in zip(linears, buffer[: sum(sizes)].split(sizes), strict=True):
+        yield linear.matrix.dequantize(part.view(linear.out_features, linear.in_features))
 
 
 def _dtype_after(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> torch.dtype:
@@ -177,6 +191,7 @@ __all__ = [
     "DequantizedWeight",
     "QuantizedEmbedding",
     "QuantizedLinear",
+    "dequantized_together",
     "dtype_of",
     "matrices_of",
     "weight_bytes",

@@ -10,19 +10,19 @@ first.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvsieve.hf.compat import CACHE_NAMES, without_renaming
 from kvsieve.kernels.cpu import layers as kernel
-from kvsieve.models.quantized import LINEARS, QuantizedLinear
+from kvsieve.models.quantized import LINEARS, dequantized_together
 
-# Tokens that an MLP takes at a time; with weights that are dequantized for every part.
+# Tokens that an MLP takes at a time.
 _PART = 1024
-_PART_OF_QUANTIZED = 4096
 # All that the forward of such a module may name.
 _NORM = {"dtype", "to", "torch", "float32", "pow", "mean", "rsqrt", "variance_epsilon", "weight"}
 _GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -119,23 +119,26 @@ def _norm(module: Any) -> Callable[[Tensor], Tensor]:
 def _gated(module: Any) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         tokens = x.shape[:-1].numel()
-        if tokens <= _PART:
-            return whole(x)
         linears = module.gate_proj, module.up_proj, module.down_proj
-        size = _PART_OF_QUANTIZED if any(isinstance(linear, QuantizedLinear) for linear in linears) else _PART
-        if tokens <= size or not all(map(_can_be_divided, linears)):
+        if tokens <= _PART or not all(map(_can_be_divided, linears)):
             return whole(x)
-        parts = x.reshape(tokens, -1).split(size)
-        return torch.cat([whole(part) for part in parts]).view(*x.shape[:-1], -1)
+        wants_gradient = torch.is_grad_enabled() and x.requires_grad
+        weights = [None] * 3 if wants_gradient else dequantized_together(linears)
+        parts = x.reshape(tokens, -1).split(_PART)
+        return torch.cat([whole(part, weights) for part in parts]).view(*x.shape[:-1], -1)
 
-    def whole(x: Tensor) -> Tensor:
-        gate = module.gate_proj(x)
-        up = module.up_proj(x)
-        if _computes_otherwise(gate, up):
-            return module.down_proj(module.act_fn(gate) * up)
-        return module.down_proj(kernel.gated_silu(gate, up))
+    def whole(x: Tensor, weights: Sequence[Tensor | None] = (None, None, None)) -> Tensor:
+        gate = _product(module.gate_proj, x, weights[0])
+        up = _product(module.up_proj, x, weights[1])
+        opened = module.act_fn(gate) * up if _computes_otherwise(gate, up) else kernel.gated_silu(gate, up)
+        return _product(module.down_proj, opened, weights[2])
 
     return forward
+
+
+def _product(linear: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+    """Multiply with a linear layer. weight: dequantized; None: as the layer does."""
+    return linear(x) if weight is None else F.linear(x, weight, linear.bias)
 
 
 def _can_be_divided(module: nn.Module) -> bool:

@@ -19,8 +19,8 @@ class WeightSizes:
     Attributes:
         total: of all weights.
         number: mean of a number.
-        buffer: of the largest linear layer's weight in the model's dtype, which prompts dequantize; 0 for plain
-            weights.
+        buffer: of three weights like a layer's largest in the model's dtype, an MLP's, which long prompts dequantize; 0
+            for plain weights.
         kinds: formats of the blocks; none for plain weights.
     """
 
@@ -85,4 +85,4 @@ def _sizes(numbers: int, element: int, blocks: Iterable[_Block]) -> WeightSizes:
     total = sum(block.nbytes for block in found) + (numbers - sum(block.numbers for block in found)) * element
     largest = max((block.numbers for block in found if block.inside), default=0)
     kinds = sorted({block.kind for block in found})
-    return WeightSizes(total, total / numbers, largest * element, tuple(kinds))
+    return WeightSizes(total, total / numbers, 3 * largest * element, tuple(kinds))
