@@ -106,17 +106,21 @@ class Worker:
         peaks = {"private_bytes": 0, "mapped_bytes": 0}
         done = threading.Event()
 
+        def look() -> None:
+            status = status_of(self._process.pid)
+            peaks["private_bytes"] = max(peaks["private_bytes"], status["RssAnon"] + status["RssShmem"])
+            peaks["mapped_bytes"] = max(peaks["mapped_bytes"], status["RssFile"])
+
         def watch() -> None:
             while not done.wait(0.02):
-                status = status_of(self._process.pid)
-                peaks["private_bytes"] = max(peaks["private_bytes"], status["RssAnon"] + status["RssShmem"])
-                peaks["mapped_bytes"] = max(peaks["mapped_bytes"], status["RssFile"])
+                look()
 
         watcher = threading.Thread(target=watch)
         watcher.start()
         row = self.answer(ids, new_tokens)
         done.set()
         watcher.join()
+        look()
         status = status_of(self._process.pid)
         memory = {"peak_bytes": status["VmHWM"], **peaks, "file_bytes": mapped(self._process.pid, file)}
         return {**memory, "kv_bytes": row.get("kv_bytes"), **self.hello}
