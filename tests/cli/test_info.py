@@ -80,7 +80,7 @@ def test_doctor_tells_what_a_gguf_file_has_and_how_its_tokenizer_differs(cli, tm
     assert data["tokenizer"] == f"gpt2, {len(TOKENS)} tokens, split as llama-bpe"
     assert (data["end_tokens"], data["chat_template"], data["eviction"]) == ("</s>", "no", "runs")
     assert data["rotary_positions"] == f"default, rope_theta {toy.config.rope_parameters['rope_theta']:.10g}"
-    assert data["original_tokenizer"].startswith("not compared: no checkpoint lies beside the file; name one as")
+    assert data["original_tokenizer"].startswith("not compared: no checkpoint is beside the file; name one as")
     tokenizer = load_tokenizer(str(file))
     for folder, added in ((tmp_path, []), (tmp_path / "other", ["They"])):
         tokenizer.add_tokens(added)

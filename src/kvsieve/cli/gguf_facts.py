@@ -97,7 +97,7 @@ def _comparison(file: GgufFile, tokenizer: Any, original: str | None) -> str:
         original = _beside(file) or _cached(repository)
     if original is None:
         place = f", and {repository} is not in the hub's cache" if repository else ""
-        return f"not compared: no checkpoint lies beside the file{place}; name one as the second argument"
+        return f"not compared: no checkpoint is beside the file{place}; name one as the second argument"
     other = load_tokenizer(original)
     special = {token.content for token in tokenizer.added_tokens_decoder.values()}
     texts = {**_TEXTS, "added tokens": " x".join(sorted(special)[:_CONTROLS])}

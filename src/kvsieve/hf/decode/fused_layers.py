@@ -157,7 +157,10 @@ class _LayerParts:
         """Return True if the kernel computes all of them. replaced: see FusedLayers."""
         of_heads = all(norm in replaced and norm.weight.numel() == self._head for norm in self._norms[2:])
         pairs = zip(self._linears, self._products, strict=True)
-        linear = all(isinstance(part, QuantizedLinear) or product is not None for part, product in pairs)
+        in_blocks = quantized.built().loaded is not None
+        linear = all(
+            (in_blocks and isinstance(part, QuantizedLinear)) or product is not None for part, product in pairs
+        )
         return of_heads and linear and len(self._norms) in (2, 4)
 
     def note_forwards(self) -> None:
