@@ -254,7 +254,7 @@ async def broken_chunks(*_):
 
 
 def test_a_stream_that_fails_says_why_and_ends(served, monkeypatch):
-    monkeypatch.setattr("kvsieve.serve.app.completion_chunks", broken_chunks)
+    monkeypatch.setattr("kvsieve.serve.routes.completion_chunks", broken_chunks)
     with httpx.stream("POST", f"{served[0]}/v1/completions", json={**ENDLESS, "stream": True}, timeout=60) as reply:
         told = lines_of(reply)
     assert told[-1] == "[DONE]" and json.loads(told[-2])["error"]["type"] == "server_error"
@@ -267,7 +267,7 @@ def test_a_silent_stream_sends_comments_and_is_left_with_its_client(monkeypatch)
 
     async def silent():
         try:
-            yield "first"
+            yield events.event("first")
             await asyncio.Event().wait()
         finally:
             ended.set()

@@ -227,28 +227,26 @@ def test_completions_of_several_prompts(client, lone):
     assert sum(len(p.choices[0].logprobs.tokens) for p in parts if p.choices[0].logprobs) == 5
 
 
-def test_a_conversation_with_tools_is_rendered_and_calls_are_told(tokenizer):
+def test_deltas_of_a_stream_end_with_the_calls():
     from kvsieve.decoding.asked import AnswerPart
-    from kvsieve.serve.chat import HeldText
-    from kvsieve.serve.tools import CallForm, split_calls
+    from kvsieve.serve.chat import ChatDeltas
+    from kvsieve.serve.parsers.form import AnswerForm
+    from kvsieve.serve.parsers.objects import MarkedCalls
 
     text = 'Sure.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    left, (call,) = split_calls(text)
-    assert left == "Sure." and call["function"] == {"name": "add", "arguments": '{"a": 1}'}
-    bare = CallForm(False, frozenset(["add"]))
-    assert split_calls('{"name": "add", "parameters": {}}', bare)[1][0]["function"]["arguments"] == "{}"
-    assert split_calls("<tool_call>{broken</tool_call>") == ("<tool_call>{broken</tool_call>", [])
-    held, deltas = HeldText(CallForm()), []
+    called, deltas = ChatDeltas(AnswerForm(MarkedCalls())), []
     for at in range(0, len(text), 5):
-        deltas += held.deltas(AnswerPart(0, text[at : at + 5]))
-    deltas += held.deltas(AnswerPart(0, "", finish="stop"))
+        deltas += called.add(AnswerPart(0, text[at : at + 5]))
+    deltas += called.add(AnswerPart(0, "", finish="stop"))
     assert "".join(delta.get("content", "") for delta, _, _ in deltas) == "Sure."
-    assert deltas[-2][0]["tool_calls"][0]["function"]["name"] == "add" and deltas[-1][2] == "tool_calls"
-    plain, deltas = HeldText(CallForm()), []
+    parts = [call["function"] for delta, _, _ in deltas for call in delta.get("tool_calls", ())]
+    assert parts[0]["name"] == "add" and deltas[-1][2] == "tool_calls"
+    assert "".join(part["arguments"] for part in parts) == '{"a": 1}'
+    plain, deltas = ChatDeltas(AnswerForm(MarkedCalls())), []
     for piece in ("Hello", " {", " there"):
-        deltas += plain.deltas(AnswerPart(0, piece))
+        deltas += plain.add(AnswerPart(0, piece))
     assert "".join(delta.get("content", "") for delta, _, _ in deltas) == "Hello { there"
-    deltas += plain.deltas(AnswerPart(0, " <tool", finish="stop"))
+    deltas += plain.add(AnswerPart(0, " <tool", finish="stop"))
     assert "".join(delta.get("content", "") for delta, _, _ in deltas) == "Hello { there <tool"
 
 

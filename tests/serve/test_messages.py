@@ -8,16 +8,16 @@ import httpx
 import pytest
 
 import call_templates as templates
-from kvsieve.decoding.asked import AnswerPart
 from kvsieve.errors import InputError
 from kvsieve.planning.turns import render
-from kvsieve.serve.chat import HeldText
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.messages import template_tool
+from kvsieve.serve.parsers.found import call_form
+from kvsieve.serve.parsers.objects import BareCalls, MarkedCalls
+from kvsieve.serve.pieces import WholeAnswer
 from kvsieve.serve.prepare import Preparer, _message
 from kvsieve.serve.run import ServerOptions, application
 from kvsieve.serve.schema import ChatRequest, CompletionRequest
-from kvsieve.serve.tools import CallForm, form_of, split_calls
 from served_apps import listening
 from tiny_models import build
 from toy_chats import chat_tokenizer
@@ -164,56 +164,56 @@ def test_an_echo_is_the_prompt_as_it_was_given(ask, stream):
 
 
 FORMS = {
-    "QWEN": CallForm(True),
-    "LLAMA": CallForm(False, frozenset(["add", "sub"])),
+    "QWEN": MarkedCalls(),
+    "LLAMA": BareCalls(frozenset(["add", "sub"])),
     **dict.fromkeys(["MISTRAL", "DEEPSEEK", "NONE"]),
 }
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_the_template_tells_how_calls_are_written(name):
-    assert form_of(word_tokenizer(getattr(templates, name)), ["add", "sub"]) == FORMS[name]
+    assert call_form(word_tokenizer(getattr(templates, name)), ["add", "sub"]) == FORMS[name]
 
 
 def test_a_template_that_fails_at_calls_has_none():
-    assert form_of(word_tokenizer("{% if tools %}{{ raise_exception('no') }}{% endif %}"), ["add"]) is None
+    assert call_form(word_tokenizer("{% if tools %}{{ raise_exception('no') }}{% endif %}"), ["add"]) is None
 
 
-BARE = CallForm(False, frozenset(["add"]))
+BARE = BareCalls(frozenset(["add"]))
 ANSWERS = {
     "a person": ('{"name": "Alice", "age": 30}', BARE, None),
     "a person of a tool's name": ('{"name": "add", "age": 30}', BARE, None),
     "a tool nobody offers": ('{"name": "sub", "parameters": {}}', BARE, None),
     "more than an object": ('Sure: {"name": "add", "parameters": {}}', BARE, None),
-    "an object where calls are marked": ('{"name": "add", "arguments": {}}', CallForm(), None),
+    "an object where calls are marked": ('{"name": "add", "arguments": {}}', MarkedCalls(), None),
     "a mark where objects are bare": ('<tool_call>{"name": "add", "arguments": {}}</tool_call>', BARE, None),
-    "no JSON": ("<tool_call>{broken}</tool_call>", CallForm(), None),
-    "no name": ('<tool_call>{"arguments": {}}</tool_call>', CallForm(), None),
-    "a list": ('<tool_call>[{"name": "add"}]</tool_call>', CallForm(), None),
-    "text behind it": ('<tool_call>{"name": "add"} and so on', CallForm(), None),
+    "no JSON": ("<tool_call>{broken}</tool_call>", MarkedCalls(), None),
+    "no name": ('<tool_call>{"arguments": {}}</tool_call>', MarkedCalls(), None),
+    "a list": ('<tool_call>[{"name": "add"}]</tool_call>', MarkedCalls(), None),
+    "text behind it": ('<tool_call>{"name": "add"} and so on', MarkedCalls(), None),
     "bare": (' {"name": "add", "parameters": {"a": 1}} ', BARE, ("", [("add", '{"a": 1}')])),
     "bare, null": ('{"name": "add", "parameters": null}', BARE, ("", [("add", "{}")])),
     "marked": (
         'Yes.<tool_call>{"name": "add", "arguments": {"a": "é"}}</tool_call>',
-        CallForm(),
+        MarkedCalls(),
         ("Yes.", [("add", '{"a": "é"}')]),
     ),
-    "null": ('<tool_call>{"name": "f", "arguments": null}</tool_call>', CallForm(), ("", [("f", "{}")])),
-    "none": ('<tool_call>{"name": "f"}</tool_call>', CallForm(), ("", [("f", "{}")])),
+    "null": ('<tool_call>{"name": "f", "arguments": null}</tool_call>', MarkedCalls(), ("", [("f", "{}")])),
+    "none": ('<tool_call>{"name": "f"}</tool_call>', MarkedCalls(), ("", [("f", "{}")])),
     "a text": (
         '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
-        CallForm(),
+        MarkedCalls(),
         ("", [("f", '{"a": 1}')]),
     ),
-    "without an end": ('<tool_call>\n{"name": "f", "arguments": {}}\n', CallForm(), ("", [("f", "{}")])),
+    "without an end": ('<tool_call>\n{"name": "f", "arguments": {}}\n', MarkedCalls(), ("", [("f", "{}")])),
     "an end within it": (
         '<tool_call>{"name": "f", "arguments": {"a": "}</tool_call>"}}</tool_call>',
-        CallForm(),
+        MarkedCalls(),
         ("", [("f", '{"a": "}</tool_call>"}')]),
     ),
     "two, and one that is none": (
         '<tool_call>{"name": "f"}</tool_call>\n<tool_call>{no}</tool_call><tool_call>{"name": "g"}</tool_call>',
-        CallForm(),
+        MarkedCalls(),
         ("<tool_call>{no}</tool_call>", [("f", "{}"), ("g", "{}")]),
     ),
 }
@@ -222,20 +222,15 @@ ANSWERS = {
 @pytest.mark.parametrize("what", ANSWERS)
 def test_an_answer_is_a_call_only_in_the_templates_own_form(what):
     text, form, wanted = ANSWERS[what]
-    left, calls = split_calls(text, form)
-    told = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-    assert (left, told) == (wanted or (text, []))
-    assert all(len(call["id"]) == 9 and call["id"].isalnum() for call in calls)
-    # A stream tells the same, wherever its pieces end.
-    for size in (1, 3, len(text)):
-        held, deltas = HeldText(form), []
-        for at in range(0, len(text), size):
-            deltas += held.deltas(AnswerPart(0, text[at : at + size]))
-        deltas += held.deltas(AnswerPart(0, "", finish="stop"))
-        said = "".join(delta.get("content", "") for delta, _, _ in deltas)
-        streamed = [call["function"] for delta, _, _ in deltas for call in delta.get("tool_calls", ())]
-        assert said.strip() == left.strip() and [(each["name"], each["arguments"]) for each in streamed] == told
-        assert deltas[-1][2] == ("tool_calls" if told else "stop")
+    wanted = wanted or (text, [])
+    # Whole, and streamed wherever its pieces end.
+    for size in (len(text), 1, 3):
+        parser = form.parser()
+        pieces = [piece for at in range(0, len(text), size) for piece in parser.add(text[at : at + size])]
+        answer = WholeAnswer([*pieces, *parser.add("", last=True)])
+        assert answer.text.strip() == wanted[0].strip()
+        assert [(call.name, call.arguments) for call in answer.calls] == wanted[1]
+        assert all(len(call.id) == 9 and call.id.isalnum() for call in answer.calls)
 
 
 def test_without_tools_an_answer_is_text(server):
@@ -243,7 +238,7 @@ def test_without_tools_an_answer_is_text(server):
     tool = {"type": "function", "function": {"name": "f"}}
     for more in ({}, {"tools": []}, {"tools": [tool], "tool_choice": "none"}, {"tools": [tool]}):
         # The last because this server's template writes no calls.
-        assert preparer.chat(ChatRequest(model="tiny", messages=[USER], **more), "").calls is None
+        assert preparer.chat(ChatRequest(model="tiny", messages=[USER], **more), "").form.calls is None
     with application(build("llama"), word_tokenizer(templates.QWEN), ServerOptions(), "tiny") as app:
         other = app.state.service.preparer
-        assert other.chat(ChatRequest(model="tiny", messages=[USER], tools=[tool]), "").calls == CallForm()
+        assert other.chat(ChatRequest(model="tiny", messages=[USER], tools=[tool]), "").form.calls == MarkedCalls()

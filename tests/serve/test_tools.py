@@ -55,14 +55,16 @@ def test_a_call_is_told_and_its_result_is_read(client):
 
 def test_a_stream_tells_the_call_and_no_text_of_it(client):
     chunks = [each.choices[0] for each in ask(client, [QUESTION], stream=True)]
-    calls = [call for each in chunks for call in each.delta.tool_calls or ()]
-    assert [(call.index, call.function.name, json.loads(call.function.arguments)) for call in calls] == [
-        (0, "add", {"a": 2, "b": 3})
-    ]
+    parts = [part for each in chunks for part in each.delta.tool_calls or ()]
+    arguments = "".join(part.function.arguments or "" for part in parts)
+    assert {part.index for part in parts} == {0} and json.loads(arguments) == {"a": 2, "b": 3}
+    call_id, name = parts[0].id, parts[0].function.name
+    assert name == "add" and not any(part.id or part.function.name for part in parts[1:])
     assert "".join(each.delta.content or "" for each in chunks).strip() == "Let_me_see."
-    assert chunks[-1].finish_reason == "tool_calls" and len(calls[0].id) == 9 and calls[0].id.isalnum()
-    called = {"role": "assistant", "content": None, "tool_calls": [calls[0].model_dump(exclude={"index"})]}
-    result = {"role": "tool", "tool_call_id": calls[0].id, "content": "5"}
+    assert chunks[-1].finish_reason == "tool_calls" and len(call_id) == 9 and call_id.isalnum()
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": call_id, "content": "5"}
     told = [each.choices[0] for each in ask(client, [QUESTION, called, result], stream=True)]
     assert "".join(each.delta.content or "" for each in told) == "The sum is 5." and told[-1].finish_reason == "stop"
 

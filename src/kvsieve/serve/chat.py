@@ -7,10 +7,11 @@ from typing import Any
 
 from kvsieve.decoding.asked import AnswerPart, ChosenToken, PromptProgress
 from kvsieve.serve.exchange import Exchange
+from kvsieve.serve.parsers.form import AnswerForm
+from kvsieve.serve.pieces import CallArguments, CallBegin, Piece, Reasoning, Text, WholeAnswer
 from kvsieve.serve.replies import Envelope, TokenBytes, chat_logprobs, usage
 from kvsieve.serve.schema import ChatRequest
 from kvsieve.serve.ticket import Order
-from kvsieve.serve.tools import MARK, CallForm, split_calls
 
 
 async def chat_reply(
@@ -31,19 +32,24 @@ def _choices(
     order: Order, texts: list[str], tokens: list[list[ChosenToken]], ends: list[str], spelled: TokenBytes
 ) -> list[dict[str, Any]]:
     choices = []
-    for number, said in enumerate(texts):
-        content, calls = (said, []) if order.calls is None else split_calls(said, order.calls)
-        message: dict[str, Any] = {"role": "assistant", "content": None if calls and not content else content}
+    for number, text in enumerate(texts):
+        answer = WholeAnswer(order.form.parser().add(text, last=True))
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
         message["refusal"] = None
-        if calls:
-            message["tool_calls"] = calls
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in answer.calls
+            ]
         wanted = order.sampling.logprobs is not None
         choices.append(
             {
                 "index": number,
                 "message": message,
                 "logprobs": chat_logprobs(tokens[number], spelled) if wanted else None,
-                "finish_reason": "tool_calls" if calls else ends[number],
+                "finish_reason": "tool_calls" if answer.calls else ends[number],
             }
         )
     return choices
@@ -53,7 +59,7 @@ async def chat_chunks(
     request: ChatRequest, order: Order, exchange: Exchange, spelled: TokenBytes
 ) -> AsyncIterator[dict[str, Any]]:
     envelope = Envelope("chatcmpl", request.model, True)
-    texts = [HeldText(order.calls) for _ in range(order.answers)]
+    deltas = [ChatDeltas(order.form) for _ in range(order.answers)]
     wanted = request.stream_options is not None and request.stream_options.include_usage
     none = {"usage": None} if wanted else {}
     for number in range(order.answers):
@@ -62,55 +68,52 @@ async def chat_chunks(
         if part.progress is not None:
             yield envelope.with_choices([], prompt_progress=_progress(part.progress), **none)
             continue
-        for delta, tokens, finish in texts[part.answer].deltas(part):
+        for delta, tokens, finish in deltas[part.answer].add(part):
             logprobs = chat_logprobs(tokens, spelled) if tokens else None
             yield envelope.with_choices([_choice(part.answer, delta, logprobs, finish)], **none)
     if wanted:
         yield envelope.with_choices([], usage=usage([summary for summary in exchange.summaries if summary is not None]))
 
 
-class HeldText:
-    """Text of an answer that may be a tool call, buffered until that is known."""
+class ChatDeltas:
+    """Deltas of a streamed answer, each with the tokens chosen since the one before it."""
 
-    def __init__(self, form: CallForm | None) -> None:
-        self._form, self._text, self._tokens = form, "", list[ChosenToken]()
-        # A bare object is a call only if no text precedes it.
-        self._begun = False
+    def __init__(self, form: AnswerForm) -> None:
+        self._parser = form.parser()
+        self._tokens = list[ChosenToken]()
+        self._calls = False
 
-    def deltas(self, part: AnswerPart) -> list[tuple[dict[str, Any], list[ChosenToken], str | None]]:
+    def add(self, part: AnswerPart) -> list[tuple[dict[str, Any], list[ChosenToken], str | None]]:
         """Return the final deltas so far, their tokens, and the finish reason."""
-        self._text += part.text
         self._tokens += part.tokens
-        if self._form is not None and not part.finish:
-            at = self._text.find(MARK) if self._form.marked else -1
-            if at > 0 and self._text[:at].strip():
-                said = self._text[:at]
-                self._text = self._text[at:]
-                self._begun = True
-                return [({"content": said}, [], None)]
-            ends = self._form.marked and _ends_like_mark(self._text)
-            if at >= 0 or ends or (not self._begun and self._form.may_begin(self._text)):
-                return []
-        text = self._text
+        pieces = self._parser.add(part.text, last=part.finish is not None)
+        self._calls = self._calls or any(isinstance(piece, CallBegin) for piece in pieces)
+        deltas = [_delta(piece) for piece in pieces]
+        if not deltas and part.finish is None:
+            return []
+        if self._tokens and not deltas:
+            deltas = [{"content": ""}]
         tokens = self._tokens
-        self._text = ""
         self._tokens = []
-        self._begun = True
         out: list[tuple[dict[str, Any], list[ChosenToken], str | None]] = []
-        finish = part.finish
-        if finish and self._form is not None:
-            text, calls = split_calls(text, self._form)
-            if calls:
-                listed = [{"index": number, **call} for number, call in enumerate(calls)]
-                out = [({"tool_calls": listed}, [], None)]
-                finish = "tool_calls"
-        if text or tokens:
-            out.insert(0, ({"content": text}, tokens, None))
-        return [*out, ({}, [], finish)] if finish else out
+        for number, delta in enumerate(deltas):
+            out.append((delta, [] if number else tokens, None))
+        if part.finish is not None:
+            out.append(({}, [], "tool_calls" if self._calls else part.finish))
+        return out
 
 
-def _ends_like_mark(text: str) -> bool:
-    return any(text.endswith(MARK[:count]) for count in range(1, len(MARK)))
+def _delta(piece: Piece) -> dict[str, Any]:
+    match piece:
+        case Text(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case CallBegin(call, call_id, name):
+            begun = {"index": call, "id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
+            return {"tool_calls": [begun]}
+        case CallArguments(call, text):
+            return {"tool_calls": [{"index": call, "function": {"arguments": text}}]}
 
 
 def _progress(progress: PromptProgress) -> dict[str, int]:

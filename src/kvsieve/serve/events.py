@@ -18,8 +18,14 @@ async def left(receive: Receive) -> None:
         pass
 
 
+def event(data: str, name: str | None = None) -> str:
+    """Write a server-sent event. data: without line breaks."""
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {data}\n\n"
+
+
 class EventStream(StreamingResponse):
-    """A reply of server-sent events, each with the data of one item of an iterator.
+    """A reply of server-sent events, each an item of an iterator, as `event` writes it.
 
     The iterator is closed as soon as the client disconnects, also between two items.
     """
@@ -48,7 +54,7 @@ class EventStream(StreamingResponse):
                     return
                 if (data := item.result()) is None:
                     return await write("", more=False)
-                await write(f"data: {data}\n\n")
+                await write(data)
         finally:
             for task in (leaving, item):
                 if task is not None:

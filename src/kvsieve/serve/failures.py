@@ -21,6 +21,18 @@ _PARAM = 200
 # Characters of a refused value beyond which it is not repeated.
 _SHORT = 40
 
+# Path of Anthropic's protocol, and its types of errors.
+ANTHROPIC = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    **dict.fromkeys((400, 405, 408, 415, 422), "invalid_request_error"),
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
 _KIND = re.compile(r"^(str|int|float|bool)$|^constrained-|[\[(]")
 
 
@@ -49,6 +61,15 @@ class Failure(Exception):
         kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def body_for(self, path: str) -> dict[str, Any]:
+        """Return the error in the form of a path's protocol: Anthropic's below /v1/messages, else OpenAI's."""
+        if path != ANTHROPIC and not path.startswith(f"{ANTHROPIC}/"):
+            return self.body
+        return {
+            "type": "error",
+            "error": {"type": _ANTHROPIC_TYPES.get(self.status, "api_error"), "message": str(self)},
+        }
 
     @property
     def headers(self) -> dict[str, str]:

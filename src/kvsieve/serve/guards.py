@@ -46,7 +46,7 @@ class Edge:
         upload = _Upload(scope, receive, send)
         failure = self._failure(scope)
         if failure is not None:
-            await json_error(failure)(scope, upload.receive, upload.send)
+            await json_error(failure, scope["path"])(scope, upload.receive, upload.send)
             return
         self._running += 1
         try:
@@ -116,5 +116,6 @@ class _Upload:
         return False
 
 
-def json_error(failure: Failure) -> Any:
-    return JSONResponse(failure.body, failure.status, failure.headers)
+def json_error(failure: Failure, path: str) -> Any:
+    """Return the reply for an error of a request, in the protocol of its path."""
+    return JSONResponse(failure.body_for(path), failure.status, failure.headers)

@@ -18,9 +18,10 @@ from kvsieve.planning.turns import plain_ids, render, stop_ids, token_ids
 from kvsieve.serve.allowed import AllowedPlans
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.messages import all_texts, part_text, template_call, template_tool
+from kvsieve.serve.parsers.form import AnswerForm
+from kvsieve.serve.parsers.found import call_form
 from kvsieve.serve.schema import ChatMessage, ChatRequest, CommonRequest, CompletionRequest, TokenizeRequest
 from kvsieve.serve.ticket import Order
-from kvsieve.serve.tools import form_of
 
 # Temperatures below which only the likeliest token has a probability above 0, and logits overflow float32.
 _COLD = 1e-4
@@ -85,16 +86,20 @@ class Preparer:
             raise InputError("top_logprobs: needs logprobs to be true")
         if request.return_progress and not request.stream:
             raise InputError("return_progress: needs stream to be true")
+        if request.tool_choice not in (None, "none", "auto"):
+            raise InputError("tool_choice: expected none or auto")
+        if request.response_format is not None and request.response_format.type != "text":
+            raise InputError("response_format: expected the type text")
         self._check_length("\n".join(all_texts(request.model_dump(include={"messages", "tools"}))))
         text = self._rendered(messages, tools or None)
         ids = self._ids(text)
         spans, question = self._spans(request, messages, tools or None, text)
         names = {tool["function"]["name"] for tool in tools}
         with self._lock:
-            calls = form_of(self.tokenizer, names) if tools else None
+            form = AnswerForm(call_form(self.tokenizer, names) if tools else None)
         order = self._order(request, ids, owner, logprobs, request.max_completion_tokens)
         constraints = PromptConstraints(spans, None, question)
-        return replace(order, constraints=constraints, calls=calls, progress=bool(request.return_progress))
+        return replace(order, constraints=constraints, form=form, progress=bool(request.return_progress))
 
     def completion(self, request: CompletionRequest, owner: str) -> list[Order]:
         """Return the orders of a completion, one per prompt. Raises InputError, PlanError."""
@@ -266,6 +271,8 @@ def _message(message: ChatMessage) -> dict[str, Any]:
         texts = [part_text(part) for part in content]
         parts = [{"type": "text", "text": text} for text in texts]
         out["content"] = parts if len(parts) > 1 else "".join(texts)
+    if message.reasoning_content is not None:
+        out["reasoning_content"] = message.reasoning_content
     if message.name is not None:
         out["name"] = message.name
     if message.tool_call_id is not None:

@@ -85,11 +85,12 @@ class ChatLogprobs(Strict):
 
 
 class AnswerMessage(Strict):
-    """An answer of a chat."""
+    """An answer of a chat. reasoning_content: the model's reasoning, where it is told apart."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
 
 

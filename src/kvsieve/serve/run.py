@@ -19,8 +19,9 @@ from kvsieve.hf.drafts.opened import check_draft
 from kvsieve.planning.drafts import Draft
 from kvsieve.planning.plans import Plan
 from kvsieve.serve.allowed import AllowedPlans
-from kvsieve.serve.app import Service, create_app
+from kvsieve.serve.app import create_app
 from kvsieve.serve.connections import bounded_connections
+from kvsieve.serve.endpoint import Service
 from kvsieve.serve.keys import Keys, check_reach, is_local
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.memory import free_bytes

@@ -132,7 +132,7 @@ class ContentPart(BaseModel):
 
 
 class ChatMessage(Strict):
-    """A message of a chat."""
+    """A message of a chat. reasoning_content: of an earlier answer, as it was returned."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
@@ -140,6 +140,7 @@ class ChatMessage(Strict):
     tool_calls: Annotated[list[ToolCall], Field(max_length=100, fail_fast=True)] | None = None
     tool_call_id: Annotated[str, Field(max_length=200)] | None = None
     refusal: Text | None = None
+    reasoning_content: Text | None = None
     audio: None = None
     function_call: None = None
     annotations: list[Any] | None = None
@@ -161,10 +162,33 @@ class Tool(BaseModel):
     function: Function
 
 
-class ResponseFormat(BaseModel):
-    """The form of the answer; only text is supported."""
+class NamedFunction(BaseModel):
+    """A tool by its name."""
 
-    type: Literal["text"]
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class NamedTool(BaseModel):
+    """The tool that the answer must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(BaseModel):
+    """A JSON schema that the answer matches. The name and the description have no effect."""
+
+    name: Annotated[str, Field(max_length=200)] | None = None
+    description: Text | None = None
+    schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")] = True
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """The form of the answer: text, a JSON object, or JSON that matches a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class ChatRequest(CommonRequest):
@@ -179,7 +203,7 @@ class ChatRequest(CommonRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     return_progress: bool | None = None

@@ -13,7 +13,7 @@ from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.prompt.constraints import PromptConstraints
 from kvsieve.planning.drafts import Draft
 from kvsieve.planning.plans import Plan
-from kvsieve.serve.tools import CallForm
+from kvsieve.serve.parsers.form import AnswerForm
 
 
 class BusyError(KvsieveError):
@@ -82,7 +82,7 @@ class Order:
         notes: sent with the answer, besides the notes of its statistics.
         continues: the answer continues the prompt's text, so it may begin with a space.
         echo: text before the answers in the reply.
-        calls: form of tool calls; None for text alone.
+        form: how the answers are split into text, reasoning and tool calls.
         progress: report the progress of the prefill.
         draft: source of drafts of the answers; None for none.
     """
@@ -102,7 +102,7 @@ class Order:
     notes: tuple[str, ...] = ()
     continues: bool = False
     echo: str = ""
-    calls: CallForm | None = None
+    form: AnswerForm = field(default_factory=AnswerForm)
     progress: bool = False
     draft: Draft | None = None
 
