@@ -36,7 +36,7 @@ STOREYS: Storeys = (
 # The same within planning/ and lab/.
 WINGS: dict[str, Storeys] = {
     "planning": (
-        ("forms", "loading", "parameters", "quantities", "suggestions", "specs", "profiles", "protection"),
+        ("forms", "grammars", "loading", "parameters", "quantities", "suggestions", "specs", "profiles", "protection"),
         ("budget", "defaults", "turns"),
         ("segments", "roles", "unset"),
         ("drafts",),

@@ -9,8 +9,8 @@ from typing import get_type_hints
 import kvsieve
 
 NAMES = """
-    Budget Evaluator KvsieveError KvsieveWarning Plan Sieve SieveCache __version__ attach list_methods method_info
-    methods models plan register_method
+    Budget Evaluator Grammar KvsieveError KvsieveWarning Plan Sieve SieveCache __version__ attach list_methods
+    method_info methods models plan register_method
 """
 FUNCTIONS = """
     attach(model, plan, *, decode='auto', tokenizer=None)
@@ -39,7 +39,7 @@ SIEVE = """
         on_leave=None, chunk=None, tentative=False), *, logits=0)
     feeds_one_by_one(self, cache, plan=None)
     generate(self, input_ids, attention_mask=None, *, cache=None, chunk=None, progress=None, protect=None, quotas=None,
-        question_tokens=None, reduce=True, measure=False, draft=None, **options)
+        question_tokens=None, reduce=True, measure=False, draft=None, grammar=None, **options)
     is_composite
     kept(self, cache, input_ids, *, row=0, tokenizer=None)
     load(self, path, *, tokenizer=None)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvsieve.hf.attach import Sieve, attach
     from kvsieve.hf.cache.cache import SieveCache
     from kvsieve.lab.eval.evaluator import Evaluator
+    from kvsieve.planning.grammars import Grammar
     from kvsieve.planning.named import plan
     from kvsieve.planning.plans import Plan
     from kvsieve.planning.registry import list_methods, method_info, register_method
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Budget",
     "Evaluator",
+    "Grammar",
     "KvsieveError",
     "KvsieveWarning",
     "Plan",
@@ -50,6 +52,7 @@ __all__ = [
 
 _HOME = {
     "Evaluator": "kvsieve.lab.eval.evaluator",
+    "Grammar": "kvsieve.planning.grammars",
     "Plan": "kvsieve.planning.plans",
     "Sieve": "kvsieve.hf.attach",
     "SieveCache": "kvsieve.hf.cache.cache",

@@ -11,6 +11,7 @@ from kvsieve.hf.attach import attach as attach
 from kvsieve.hf.cache.cache import SieveCache as SieveCache
 from kvsieve.lab.eval.evaluator import Evaluator as Evaluator
 from kvsieve.planning.budget import Budget as Budget
+from kvsieve.planning.grammars import Grammar as Grammar
 from kvsieve.planning.plans import Plan as Plan
 from kvsieve.planning.profiles import Profile
 from kvsieve.planning.registry import list_methods as list_methods

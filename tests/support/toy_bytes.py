@@ -36,3 +36,23 @@ def metaspace() -> PreTrainedTokenizerFast:
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     made.decoder = decoders.Metaspace()
     return PreTrainedTokenizerFast(tokenizer_object=made, **SPECIAL)
+
+
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Pieces that JSON is written with, besides single bytes.
+MERGES = [("t", "r"), ("u", "e"), ("tr", "ue"), ('"', ":"), ("{", '"'), (",", "Ġ"), ("Ċ", "Ġ")]
+
+
+def byte_chats() -> PreTrainedTokenizerFast:
+    """Bytes, a few pieces, and a chat template with control tokens, two of which end answers: 267 in all."""
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, MERGES)]
+    made = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, merges=MERGES))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|pad|>", "bos_token": "<|endoftext|>"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, chat_template=CHAT, additional_special_tokens=["<|im_start|>"], **special
+    )

@@ -14,6 +14,7 @@ from kvsieve.cli.store import opened_store
 from kvsieve.detokenize import text_of
 from kvsieve.errors import InputError
 from kvsieve.planning.drafts import Draft
+from kvsieve.planning.grammars import Grammar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,6 +88,7 @@ class Generation:
         store: directory of a prefix cache, with which prompts are prefilled one at a time; None without.
         share: prefill a prompt once for all methods that can continue from it, unless it is one of many short ones.
         draft: source of tokens that passes verify; None for one token per pass.
+        grammar: that answers match; None for none.
     """
 
     chunk: int
@@ -98,6 +100,7 @@ class Generation:
     store: str | None = None
     share: bool = False
     draft: Draft | None = None
+    grammar: Grammar | None = None
 
 
 def run_methods(
@@ -155,7 +158,8 @@ def run_batches(
         _warm_up(model, asked[0].ids)
     # Rows of a batch would share the rotary tables of the longest.
     batch = batch if how.store is None and not RotaryTables(model).depend else 1
-    options = {"chunk": how.chunk, "max_new_tokens": how.max_new_tokens, "draft": how.draft, **how.sampling}
+    options = {"chunk": how.chunk, "max_new_tokens": how.max_new_tokens, "draft": how.draft, "grammar": how.grammar}
+    options |= how.sampling
     with opened_store(how.store) as store:
         reader = None
         if _shares(asked, batch, how):

@@ -22,6 +22,7 @@ _EXTRAS = {
     "python-docx": ("documents",),
     "peft": ("peft",),
     "matplotlib": ("eval",),
+    "llguidance": ("grammar", "serve"),
     "datasets": ("scbench",),
     "rouge_score": ("benchmarks",),
     "rapidfuzz": ("benchmarks",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -57,6 +58,7 @@ from kvsieve.cli.specs import (
 )
 from kvsieve.cli.store import StoreOption, check_store, check_stored_plans
 from kvsieve.errors import InputError
+from kvsieve.planning.grammars import Grammar, library
 
 
 def run_command(
@@ -93,6 +95,9 @@ def run_command(
         int | None, option(GENERATION, "Top-k sampling: number of candidates (default: all tokens)")
     ] = None,
     seed: SeedOption = None,
+    json_schema: Annotated[
+        Path | None, option(GENERATION, "JSON schema that answers match, in a file (default: none)", metavar="FILE")
+    ] = None,
     chunk: ChunkOption = 1024,
     batch: Annotated[int, option(GENERATION, "Batch size for --prompts-file")] = 8,
     draft: DraftOption = None,
@@ -132,6 +137,7 @@ def run_command(
     specs = [*compared_specs(compare, budget, profile), chosen_spec(method, budget, settings or [], profile)]
     parts = parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
     prompts = given_prompts(prompt, prompt_file, prompts_file, question, system)
+    grammar = None if json_schema is None else read_schema(json_schema)
     roles, spans = parse_protect(protect or [], all(part.system for part in prompts))
     texts = check_kept(show_kept, find, prompts_file, as_json)
     check_store(store, protect)
@@ -155,6 +161,7 @@ def run_command(
         # The shared prefill would take memory besides each method's own cache.
         share=len(runs) > 1 and memory is None,
         draft=drafts,
+        grammar=grammar,
     )
     if prompts_file is not None:
         check_lengths(loaded, asked)
@@ -207,6 +214,18 @@ def parse_sampling(
         if value is not None:
             raise InputError(f"{name} is for sampling, and answers are greedy here; add --temperature 1, or leave it")
     return {"do_sample": False}
+
+
+def read_schema(path: Path) -> Grammar:
+    """Return the grammar of a JSON schema's file. Raises InputError, also without the package that compiles it."""
+    library()
+    try:
+        schema = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"--json-schema {path} cannot be read as JSON: {error}; give a file with one schema"
+        ) from error
+    return Grammar.json_schema(schema)
 
 
 def parse_protect(given: list[str], system: bool) -> tuple[list[str], list[tuple[int, int]]]:

@@ -12,6 +12,7 @@ from kvsieve.decoding.asked import AnswerPart, ChosenToken
 from kvsieve.decoding.sampling import Sampler
 from kvsieve.detokenize import Detokenizer
 from kvsieve.hf.drafts.drafter import DraftCounts
+from kvsieve.hf.generate.grammar import Matcher
 
 
 class Answer:
@@ -23,6 +24,7 @@ class Answer:
         text: sent so far.
         finish: "stop", "length", or None while the answer is in progress.
         drafts: counts of its drafts.
+        matcher: of its grammar; None for none.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Answer:
         tell: Callable[[AnswerPart], None] | None = None,
         stops: tuple[str, ...] = (),
         number: int = 0,
+        matcher: Matcher | None = None,
     ) -> None:
         """Begin an answer.
 
@@ -46,6 +49,7 @@ class Answer:
             tell: callback for each piece of text; None for no text.
             stops: texts that end the answer and are not part of it.
             number: of the answer, for its pieces.
+            matcher: of its grammar, which restricts the sampler; the answer ends where the grammar does.
         """
         self.sampler = sampler
         self.ends = ends
@@ -55,6 +59,7 @@ class Answer:
         self.times: list[float] = []
         self.finish: str | None = None
         self.drafts = DraftCounts()
+        self.matcher = matcher
         self._words = words
         self._tell = tell
         self._number = number
@@ -66,11 +71,14 @@ class Answer:
         chosen = self.sampler.choose(logits)
         self.tokens.append(chosen.own.id)
         self.times.append(time.perf_counter())
-        if chosen.own.id in self.ends:
+        if self.matcher is not None:
+            self.matcher.take(chosen.own.id)
+        is_end = chosen.own.id in self.ends
+        if is_end or (self.matcher is not None and self.matcher.complete):
             self.finish = "stop"
         elif len(self.tokens) >= self.limit:
             self.finish = "length"
-        if self._words is not None and self.finish != "stop":
+        if self._words is not None and not is_end:
             self._unsent.append(replace(chosen, offset=len(self._words.text)))
             self._held.add(self._words.add([chosen.own.id]))
         self._send()

@@ -72,6 +72,7 @@ class Rows:
         self.drafts = open_drafts(draft, self.model, self.cache, conversations)
         for answer, drafts in zip(self.answers, self.drafts, strict=True):
             drafts.counts = answer.drafts
+            drafts.fits = None if answer.matcher is None else answer.matcher.allowed
 
     def close(self) -> None:
         """Close the drafts."""

@@ -12,9 +12,17 @@ from transformers import LogitsProcessorList
 
 from kvsieve.decoding.asked import ChosenToken, Sampling, TokenLikelihood
 from kvsieve.hf.generate.config import processors_of
+from kvsieve.hf.generate.grammar import GrammarProcessor, Matcher
 
 
-def processors_for(model: Any, ids: Tensor, rules: Sampling, limit: int, ends: Collection[int]) -> LogitsProcessorList:
+def processors_for(
+    model: Any,
+    ids: Tensor,
+    rules: Sampling,
+    limit: int,
+    ends: Collection[int],
+    matcher: Matcher | None = None,
+) -> LogitsProcessorList:
     """Return new logits processors for an answer, because some remember its tokens.
 
     They are those of ``model.generate``: from the checkpoint's generation_config, overridden by the arguments.
@@ -25,6 +33,7 @@ def processors_for(model: Any, ids: Tensor, rules: Sampling, limit: int, ends: C
         rules: of sampling.
         limit: most tokens of the answer.
         ends: tokens that end it.
+        matcher: of its grammar; None for none.
     """
     config = copy.deepcopy(model.generation_config)
     config.do_sample = rules.temperature > 0
@@ -40,7 +49,7 @@ def processors_for(model: Any, ids: Tensor, rules: Sampling, limit: int, ends: C
     if config.eos_token_id is None:
         # It raises the probability of the end token, which cannot end this answer.
         config.exponential_decay_length_penalty = None
-    return processors_of(model, config, ids[None])
+    return processors_of(model, config, ids[None], [] if matcher is None else [GrammarProcessor([matcher])])
 
 
 class Sampler:

@@ -8,12 +8,19 @@ import inspect
 import sys
 import types
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 import transformers
 from torch import Tensor
 from torch.nn import ModuleList
-from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig, LogitsProcessorList
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+)
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -166,13 +173,16 @@ def prepared_config(model: Any, config: GenerationConfig | None, options: dict[s
     return found
 
 
-def logits_processors(model: Any, config: GenerationConfig, input_ids: Tensor) -> LogitsProcessorList:
+def logits_processors(
+    model: Any, config: GenerationConfig, input_ids: Tensor, own: Sequence[LogitsProcessor] = ()
+) -> LogitsProcessorList:
     """Return generate's processors of the logits after a prompt.
 
     Args:
         model: of transformers.
         config: complete; see `prepared_config`. Not modified.
         input_ids: int64 [B, N], the prompt, without padding.
+        own: further ones, which run after all but the sampling warpers.
     """
     config = copy.deepcopy(config)
     length = input_ids.shape[1]
@@ -186,7 +196,7 @@ def logits_processors(model: Any, config: GenerationConfig, input_ids: Tensor) -
         generation_config=config,
         input_ids_seq_length=length,
         encoder_input_ids=input_ids,
-        logits_processor=LogitsProcessorList(),
+        logits_processor=LogitsProcessorList(own),
         device=input_ids.device,
         model_kwargs={},
     )

@@ -17,6 +17,7 @@ from kvsieve.hf.generate.ask import Prompt, asked
 from kvsieve.hf.generate.config import padding_token
 from kvsieve.hf.generate.drafted import check_drafted, taken_draft
 from kvsieve.hf.generate.generate import CallOptions, generate
+from kvsieve.hf.generate.grammar import following
 from kvsieve.hf.generate.options import checked_config
 from kvsieve.hf.generate.result import GenerateResult
 from kvsieve.hf.generate.stats import Stats
@@ -31,6 +32,7 @@ from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.hf.reuse import PromptStore, answer
 from kvsieve.hf.runtime import AttachedModel
+from kvsieve.planning.grammars import Grammar
 from kvsieve.planning.plans import Plan
 
 # Names that completion shows of a Sieve; the rest is for drivers.
@@ -141,6 +143,7 @@ class Sieve(AttachedModel):
         reduce: bool = True,
         measure: bool = False,
         draft: Any = None,
+        grammar: Grammar | None = None,
         **options: Any,
     ) -> GenerateResult:
         """Run ``model.generate`` under the plan, with statistics.
@@ -158,6 +161,7 @@ class Sieve(AttachedModel):
             measure: measure peak memory (which collects garbage), and wait for the GPU at every token.
             draft: source of drafts, verified several in a pass: "lookup", a smaller model, "self:PLAN"
                 (docs/speculation.md); None for none.
+            grammar: that every answer matches; needs the tokenizer. None for none.
             **options: generate's own (sampling, beams, num_return_sequences, stop strings, streamers ...).
 
         Returns:
@@ -178,6 +182,9 @@ class Sieve(AttachedModel):
         config = checked_config(self.model, options)
         if source is not None:
             check_drafted(config, options)
+        matching = following(grammar, self.tokenizer, config)
+        if matching is not None:
+            options["logits_processor"] = [*(options.get("logits_processor") or []), matching]
         reading = ReadOptions(
             chunk=chunk,
             new_tokens=config.max_new_tokens or 0,
@@ -187,7 +194,7 @@ class Sieve(AttachedModel):
         )
         cache = self.new_cache() if cache is None else cache
         with closing(), undone_on_failure(cache):
-            asked = CallOptions(options, config, measure, source)
+            asked = CallOptions(options, config, measure, source, matching)
             result = generate(self, self.own_generate, (ids, mask), cache, reading, asked)
         self.last_stats = result.stats
         return result

@@ -16,6 +16,7 @@ from kvsieve.hf.prompt.constraints import PromptConstraints
 from kvsieve.planning.budget import percent_doubt
 from kvsieve.planning.turns import plain_ids, render, stop_ids, token_ids
 from kvsieve.serve.allowed import AllowedPlans
+from kvsieve.serve.grammars import Grammars
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.messages import all_texts, part_text, template_call, template_tool
 from kvsieve.serve.parsers.form import AnswerForm
@@ -44,6 +45,7 @@ class Preparer:
 
     Attributes:
         token_bytes: returns a token's bytes; needs no lock.
+        grammars: compiles grammars of requests; to be closed.
 
     Args:
         model: of transformers, with its generation config.
@@ -71,6 +73,7 @@ class Preparer:
         self._words = model.get_input_embeddings().num_embeddings
         self._context = context
         self._lock = threading.Lock()
+        self.grammars = Grammars(tokenizer)
 
     def chat(self, request: ChatRequest, owner: str) -> Order:
         """Return the order of a chat. Raises InputError, PlanError."""
@@ -88,8 +91,9 @@ class Preparer:
             raise InputError("return_progress: needs stream to be true")
         if request.tool_choice not in (None, "none", "auto"):
             raise InputError("tool_choice: expected none or auto")
-        if request.response_format is not None and request.response_format.type != "text":
-            raise InputError("response_format: expected the type text")
+        grammar = self.grammars.of(request)
+        if grammar is not None and tools:
+            raise InputError("tools: the form of the whole answer is given too; leave it out, or tool_choice none")
         self._check_length("\n".join(all_texts(request.model_dump(include={"messages", "tools"}))))
         text = self._rendered(messages, tools or None)
         ids = self._ids(text)
@@ -99,7 +103,8 @@ class Preparer:
             form = AnswerForm(call_form(self.tokenizer, names) if tools else None)
         order = self._order(request, ids, owner, logprobs, request.max_completion_tokens)
         constraints = PromptConstraints(spans, None, question)
-        return replace(order, constraints=constraints, form=form, progress=bool(request.return_progress))
+        order = replace(order, constraints=constraints, form=form, grammar=grammar)
+        return replace(order, progress=bool(request.return_progress))
 
     def completion(self, request: CompletionRequest, owner: str) -> list[Order]:
         """Return the orders of a completion, one per prompt. Raises InputError, PlanError."""
@@ -112,6 +117,7 @@ class Preparer:
         prompts: list[Any] = list(prompt) if several and prompt else [prompt]
         if len(prompts) > self.limits.answers:
             raise InputError(f"prompt: at most {self.limits.answers} prompts are taken at once, got {len(prompts)}")
+        grammar = self.grammars.of(request)
         orders = []
         for one_prompt in prompts:
             ids = self._prompt_ids(one_prompt, parse_special=request.parse_special is not False)
@@ -121,7 +127,7 @@ class Preparer:
             constraints = PromptConstraints(*_plain_constraints(request))
             # A text is echoed as it was sent, not as its tokens decode.
             echo = (one_prompt if isinstance(one_prompt, str) else self._text_of(ids)) if request.echo else ""
-            orders.append(replace(order, constraints=constraints, continues=True, echo=echo))
+            orders.append(replace(order, constraints=constraints, continues=True, echo=echo, grammar=grammar))
         return orders
 
     def _prompt_ids(self, prompt: str | list[int] | None, parse_special: bool) -> list[int]:

@@ -97,9 +97,10 @@ def application(model: Any, tokenizer: Any, options: ServerOptions, name: str) -
         plan = scheduler.check_plan(options.plan)
         if options.draft is not None:
             check_draft(options.draft, under(sieve, plan))
+        preparer = Preparer(model, tokenizer, plans, limits, scheduler.context)
         service = Service(
             scheduler=scheduler,
-            preparer=Preparer(model, tokenizer, plans, limits, scheduler.context),
+            preparer=preparer,
             plans=plans,
             keys=options.keys,
             model=options.name or name,
@@ -113,6 +114,7 @@ def application(model: Any, tokenizer: Any, options: ServerOptions, name: str) -
             yield create_app(service)
         finally:
             scheduler.close()
+            preparer.grammars.close()
 
 
 def _prefixes(options: ServerOptions) -> Prefixes:

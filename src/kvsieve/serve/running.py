@@ -50,7 +50,8 @@ class Running:
         self.rows: list[Rows] = []
         self._notes: list[str] = []
         for number, own in enumerate(caches):
-            processors = processors_for(reading.sieve.model, ids, order.sampling, order.max_tokens, ends)
+            matcher = None if order.grammar is None else order.grammar.matcher(ends)
+            processors = processors_for(reading.sieve.model, ids, order.sampling, order.max_tokens, ends, matcher)
             answer = Answer(
                 Sampler(order.sampling, ids, processors, number),
                 ends,
@@ -59,6 +60,7 @@ class Running:
                 tell=ticket.tell,
                 stops=order.stops,
                 number=number,
+                matcher=matcher,
             )
             self.rows.append(Rows(reading.sieve, own, [answer], self._logits_again))
         self.answers = [answer for rows in self.rows for answer in rows.answers]

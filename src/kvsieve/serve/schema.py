@@ -81,6 +81,11 @@ class CommonRequest(Strict):
     """Members of both kinds of requests. Those specific to OpenAI's services have no effect.
 
     Every member but `model`, `messages` and those of a message may be null, the same as missing.
+
+    Attributes:
+        ignore_eos: go on behind end tokens; with a grammar, while it allows more.
+        grammar: a Lark grammar that the answer matches.
+        regex: a regular expression that the answer matches.
     """
 
     model: Annotated[str, Field(max_length=300)]
@@ -99,6 +104,8 @@ class CommonRequest(Strict):
     n: Annotated[Whole, Field(ge=1)] | None = None
     max_tokens: Annotated[Whole, Field(ge=1)] | None = None
     ignore_eos: bool | None = None
+    grammar: Text | None = None
+    regex: Text | None = None
     kv: KVOptions | None = None
     user: Text | None = None
     metadata: dict[str, Any] | None = None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from kvsieve.decoding.asked import AnswerPart, Sampling
 from kvsieve.errors import KvsieveError
+from kvsieve.hf.generate.grammar import CompiledGrammar
 from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.prompt.constraints import PromptConstraints
 from kvsieve.planning.drafts import Draft
@@ -85,6 +86,7 @@ class Order:
         form: how the answers are split into text, reasoning and tool calls.
         progress: report the progress of the prefill.
         draft: source of drafts of the answers; None for none.
+        grammar: that every answer matches; None for none.
     """
 
     ids: tuple[int, ...]
@@ -105,6 +107,7 @@ class Order:
     form: AnswerForm = field(default_factory=AnswerForm)
     progress: bool = False
     draft: Draft | None = None
+    grammar: CompiledGrammar | None = None
 
 
 @dataclass(eq=False)

@@ -91,6 +91,7 @@ class RowDrafts:
         length: decides how many tokens are worth a pass.
         counts: so far.
         failure: why a drafter that failed was dropped, or None.
+        fits: returns how many tokens of a proposal may follow, by the answer's grammar; None without one.
     """
 
     def __init__(self, drafter: Drafter, length: DraftLength, tokens: Sequence[int]) -> None:
@@ -99,6 +100,7 @@ class RowDrafts:
         self.length = length
         self.counts = DraftCounts()
         self.failure: str | None = None
+        self.fits: Callable[[list[int]], int] | None = None
         self._fed: list[int] = []
         self._unfed: list[int] = []
         self._try(lambda: drafter.extend(tokens))
@@ -156,7 +158,9 @@ class RowDrafts:
     def _propose(self, most: int) -> list[int]:
         found: list[int] = []
         self._try(lambda: found.extend(self.drafter.propose(most)))
-        return found[:most] if self.failure is None else []
+        if self.failure is not None:
+            return []
+        return found[:most] if self.fits is None else found[: self.fits(found[:most])]
 
     def _try(self, work: Callable[[], None]) -> None:
         """Run a step of the drafter; the answer goes on without drafts where it fails."""

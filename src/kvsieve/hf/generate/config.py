@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from kvsieve.errors import UnsupportedOptionError, short
 from kvsieve.hf.compat import logits_processors, prepared_config
@@ -124,7 +124,9 @@ def end_tokens(config: GenerationConfig) -> list[int]:
     return [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [ends]
 
 
-def processors_of(model: Any, config: GenerationConfig, input_ids: Tensor) -> LogitsProcessorList:
+def processors_of(
+    model: Any, config: GenerationConfig, input_ids: Tensor, own: Sequence[LogitsProcessor] = ()
+) -> LogitsProcessorList:
     """Return generate's processors of the logits after a prompt, sampling warpers last.
 
     For other loops that answer as generate does: suppressed, forced and bad words, penalties, n-grams, minimum lengths,
@@ -134,6 +136,7 @@ def processors_of(model: Any, config: GenerationConfig, input_ids: Tensor) -> Lo
         model: of transformers.
         config: in effect.
         input_ids: int64 [B, N], the prompt, without padding.
+        own: see `logits_processors`.
 
     Raises:
         UnsupportedOptionError: `guidance_scale`, which runs the model on a second prompt.
@@ -143,4 +146,4 @@ def processors_of(model: Any, config: GenerationConfig, input_ids: Tensor) -> Lo
             f"{who_says(model, {}, 'guidance_scale')} runs the model on a second prompt, which only sieve.generate "
             "and model.generate do: set it to None"
         )
-    return logits_processors(model, config, input_ids)
+    return logits_processors(model, config, input_ids, own)

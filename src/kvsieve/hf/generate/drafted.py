@@ -18,6 +18,7 @@ from kvsieve.hf.compat import CACHE
 from kvsieve.hf.drafts.drafter import DraftCounts, RowDrafts
 from kvsieve.hf.drafts.opened import open_drafts
 from kvsieve.hf.forward.request import PassRequest
+from kvsieve.hf.generate.grammar import FollowingProcessor
 from kvsieve.hf.prompt.reread import tokens_before_border
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.drafts import MOST, Draft, as_draft
@@ -43,6 +44,7 @@ class DraftedAnswer:
         draft: Draft,
         rows: Sequence[Sequence[int]],
         again: Callable[[Tensor, Tensor | None], SieveCache | None] | None = None,
+        grammar: FollowingProcessor | None = None,
     ) -> None:
         """Prepare an answer.
 
@@ -52,6 +54,7 @@ class DraftedAnswer:
             draft: the source of drafts.
             rows: tokens of each row as they were given, without padding.
             again: prefills everything again where the rotary tables change; None if they do not.
+            grammar: that the answers match; None for none.
         """
         self.counts = DraftCounts()
         self.notes: list[str] = []
@@ -60,6 +63,7 @@ class DraftedAnswer:
         self._draft = draft
         self._given = rows
         self._again = again
+        self._grammar = grammar
         self._streamer: Any = None
         self._rows: list[RowDrafts] = []
 
@@ -124,6 +128,9 @@ class DraftedAnswer:
         copies = len(first) // len(self._given)
         given = [[*row, first[at * copies + copy]] for at, row in enumerate(self._given) for copy in range(copies)]
         self._rows = open_drafts(self._draft, self._model, self._cache, given)
+        if self._grammar is not None:
+            for drafts, matcher in zip(self._rows, self._grammar.matchers, strict=True):
+                drafts.fits = matcher.allowed
         try:
             yield
         finally:
@@ -156,6 +163,8 @@ class DraftedAnswer:
             assert self._again is not None
             self._again(ids, mask)
             return self._first(ids, mask), [[]] * len(ids), None
+        if self._grammar is not None:
+            self._grammar.follow(ids[:, prompt:])
         most = min(ahead - 1, steps.left - 1)
         drafts = [row.next(most) if going else [] for row, going in zip(self._rows, steps.going, strict=True)]
         size = max(map(len, drafts))

@@ -28,6 +28,7 @@ from kvsieve.hf.forward.resume import Resume, resuming
 from kvsieve.hf.generate.config import check_config, config_in_effect, end_tokens
 from kvsieve.hf.generate.drafted import DraftedAnswer, check_drafted, taken_draft, true_rows
 from kvsieve.hf.generate.ends import begin_plain_turn, note_ends, plain_prompt, put_back
+from kvsieve.hf.generate.grammar import FollowingProcessor
 from kvsieve.hf.generate.options import check_plan_can, refusal
 from kvsieve.hf.generate.original_prompt import OriginalPrompt, Streamer
 from kvsieve.hf.generate.peak_memory import Peak, measure_peak
@@ -69,12 +70,14 @@ class CallOptions:
         config: in effect for them.
         measure: record peak memory, and wait for the GPU at every token.
         draft: source of drafts; None for none.
+        grammar: that the answers match, one of the options' processors; None for none.
     """
 
     options: dict[str, Any]
     config: GenerationConfig
     measure: bool = False
     draft: Draft | None = None
+    grammar: FollowingProcessor | None = None
 
 
 def generate(
@@ -112,7 +115,8 @@ def generate(
         resume = _resume(model, ids, cache, reading)
         answer = None
         if asked.draft is not None:
-            answer = DraftedAnswer(model, cache, asked.draft, true_rows(input_ids, attention_mask), resume)
+            rows = true_rows(input_ids, attention_mask)
+            answer = DraftedAnswer(model, cache, asked.draft, rows, resume, asked.grammar)
         with resuming(resume):
             output = _decode(model, own_generate, (input_ids, ids, mask), cache, clock, asked, answer)
         if reading.progress is not None:

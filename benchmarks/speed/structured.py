@@ -1,0 +1,259 @@
+"""Answers by JSON schemas: how many match, what a token takes with and without the schema, and compilers compared.
+
+    python benchmarks/speed/structured.py MODEL ... [--schemas 100] [--new-tokens 768] [--seed 0] [--out FILE]
+    python benchmarks/speed/structured.py MODEL --compare [--schemas 100] [--rounds 3] [--out FILE]
+
+The schemas are those of json_schemas.py: nested objects, enumerations, arrays, formats, bounded numbers, alternatives
+and definitions. For each the model is asked for such an object, greedily. An answer is valid if it has ended, and the
+package jsonschema accepts it. Then the same prompt is answered without the grammar, by as many tokens; which of both
+runs first alternates. Times are medians over the tokens of an answer, ratios are taken schema by schema. Matcher times
+are those of restricting and taking each token, without the model.
+
+With --compare nothing is generated: llguidance, as kvsieve uses it, and xgrammar compile the same schemas for the
+model's tokenizer, and compute the mask before each token of a value that matches (an interpreter that has both, such
+as a venv with `pip install xgrammar` beside kvsieve). Each schema is compiled without a cache.
+
+Both parts are kept in one result, `benchmarks/results/structured.json`, by the model's name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import jsonschema
+import torch
+
+import kvsieve
+from benchmarks.speed.json_schemas import Sample, samples
+from kvsieve.hf.generate.grammar import compiled
+from kvsieve.models import load_tokenizer
+from kvsieve.planning.turns import prompt_ids, stop_ids
+from kvsieve.report.environment import environment, write_result
+
+RESULTS = Path(__file__).parents[1] / "results" / "structured.json"
+VALIDATOR = jsonschema.Draft202012Validator
+WANTED = {"valid": 1.0, "ratio": 1.05}
+
+
+def figures(times: list[float], unit: float) -> dict[str, float]:
+    """Return median, 95th percentile and maximum of some times."""
+    ordered = sorted(times)
+    high = ordered[min(int(0.95 * len(ordered)), len(ordered) - 1)]
+    return {
+        "median": round(statistics.median(ordered) / unit, 3),
+        "p95": round(high / unit, 3),
+        "max": round(ordered[-1] / unit, 3),
+    }
+
+
+def question(sample: Sample) -> list[dict[str, str]]:
+    schema = json.dumps(sample.schema)
+    text = f"Invent one {sample.topic}. Answer with a JSON object that matches this JSON schema:\n{schema}"
+    return [{"role": "user", "content": text}]
+
+
+def fault(text: str, schema: dict[str, Any]) -> str | None:
+    """Return why a text does not match a schema, or None if it does."""
+    try:
+        VALIDATOR(schema, format_checker=VALIDATOR.FORMAT_CHECKER).validate(json.loads(text))
+    except (ValueError, jsonschema.ValidationError) as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def matching_times(grammar: kvsieve.Grammar, tokenizer: Any, tokens: list[int], words: int) -> list[float]:
+    """Return the seconds that the matcher takes for each token of an answer."""
+    matcher = compiled(grammar, tokenizer).matcher(())
+    scores = torch.zeros(words)
+    found = []
+    for token in tokens:
+        began = time.perf_counter()
+        matcher.restrict(scores)
+        if not matcher.take(token):
+            break
+        found.append(time.perf_counter() - began)
+    return found
+
+
+def answered(sieve: Any, tokenizer: Any, sample: Sample, number: int, most: int) -> dict[str, Any]:
+    """Answer one prompt with and without its schema, and return what came of it."""
+    ids = torch.tensor([prompt_ids(tokenizer, question(sample))])
+    ends = sorted(stop_ids(tokenizer, sieve.model.generation_config.eos_token_id))
+    greedy = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id or 0, "repetition_penalty": 1.0}
+    grammar = kvsieve.Grammar.json_schema(sample.schema)
+    began = time.perf_counter()
+    compiled(grammar, tokenizer)
+    compile_s = time.perf_counter() - began
+
+    def restricted() -> Any:
+        return sieve.generate(ids, grammar=grammar, max_new_tokens=most, eos_token_id=ends, **greedy)
+
+    def free(count: int) -> Any:
+        return sieve.generate(ids, max_new_tokens=count, eos_token_id=None, **greedy)
+
+    # The number of tokens is known from a first run where the free one is to be first.
+    result = restricted()
+    count = result.sequences.shape[1] - ids.shape[1]
+    plain = free(count)
+    if number % 2:
+        result = restricted()
+    tokens = result.sequences[0, ids.shape[1] :].tolist()
+    ended = tokens[-1] in ends
+    why = fault(result.text, sample.schema) if ended else f"not ended after {count} tokens"
+    mask = matching_times(grammar, tokenizer, tokens, sieve.model.get_output_embeddings().weight.shape[0])
+    medians = [statistics.median(one.token_s) for one in (result, plain)] if count > 1 else [1.0, 1.0]
+    return {
+        "topic": sample.topic,
+        "tokens": count,
+        "fault": why,
+        "compile_ms": round(1e3 * compile_s, 3),
+        "matcher_ms": round(1e3 * statistics.median(mask), 4),
+        "tpot_ms": round(1e3 * medians[0], 3),
+        "tpot_free_ms": round(1e3 * medians[1], 3),
+        "ratio": round(medians[0] / medians[1], 4),
+    }
+
+
+def measured(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the answers of a model, and their summary."""
+    model, tokenizer = kvsieve.models.load(name)
+    # The tokenizer is converted once for all grammars.
+    began = time.perf_counter()
+    compiled(kvsieve.Grammar.regex("x"), tokenizer)
+    prepare_s = time.perf_counter() - began
+    rows = []
+    with kvsieve.attach(model, kvsieve.plan("full"), tokenizer=tokenizer) as sieve:
+        for number, sample in enumerate(samples(arguments.schemas, arguments.seed)):
+            rows.append(answered(sieve, tokenizer, sample, number, arguments.new_tokens))
+            print(f"{name}, schema {number}: {rows[-1]}", flush=True)
+    summary = {
+        "valid": sum(row["fault"] is None for row in rows) / len(rows),
+        "ratio": round(statistics.median(row["ratio"] for row in rows), 4),
+        "compile_ms": figures([row["compile_ms"] for row in rows], 1),
+        "matcher_ms": figures([row["matcher_ms"] for row in rows], 1),
+        "prepare_s": round(prepare_s, 2),
+        "wanted": WANTED,
+    }
+    print(f"{name}: {summary}")
+    return {"environment": environment(model), "summary": summary, "answers": rows}
+
+
+Step = Callable[[int], bool]
+
+
+def by_llguidance(tokenizer: Any, words: int) -> Callable[[Sample], tuple[Callable[[], None], Step]]:
+    """Return a function that compiles a schema, and gives what computes a mask and what takes a token."""
+    import llguidance
+    from llguidance.torch import allocate_token_bitmask, fill_next_token_bitmask
+
+    from kvsieve.hf.generate.grammar import Vocabulary
+
+    own = Vocabulary(tokenizer).tokenizer
+    bits = allocate_token_bitmask(1, own.vocab_size)
+
+    def compile_(sample: Sample) -> tuple[Callable[[], None], Step]:
+        matcher = llguidance.LLMatcher(own, kvsieve.Grammar.json_schema(sample.schema).text, log_level=0)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return lambda: fill_next_token_bitmask(matcher, bits), matcher.consume_token
+
+    return compile_
+
+
+def by_xgrammar(tokenizer: Any, words: int) -> Callable[[Sample], tuple[Callable[[], None], Step]]:
+    """Like `by_llguidance`."""
+    import xgrammar
+
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=words)
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    bits = xgrammar.allocate_token_bitmask(1, words)
+
+    def compile_(sample: Sample) -> tuple[Callable[[], None], Step]:
+        matcher = xgrammar.GrammarMatcher(compiler.compile_json_schema(json.dumps(sample.schema)))
+        return lambda: matcher.fill_next_token_bitmask(bits), matcher.accept_token
+
+    return compile_
+
+
+def compared(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return times of both libraries for the tokenizer of a model."""
+    from importlib.metadata import version
+
+    tokenizer = load_tokenizer(name)
+    words = len(tokenizer)
+    chosen = samples(arguments.schemas, arguments.seed)
+    values = [tokenizer(json.dumps(sample.value), add_special_tokens=False)["input_ids"] for sample in chosen]
+    makers = {"llguidance": by_llguidance, "xgrammar": by_xgrammar}
+    found: dict[str, dict[str, Any]] = {}
+    ready = {}
+    for library, make in makers.items():
+        began = time.perf_counter()
+        ready[library] = make(tokenizer, words)
+        prepare_s = round(time.perf_counter() - began, 2)
+        found[library] = {"version": version(library), "prepare_s": prepare_s, "compile": [], "mask": [], "first": []}
+        found[library]["refused"] = {}
+    for turn in range(arguments.rounds):
+        for library in sorted(makers, reverse=bool(turn % 2)):
+            for number, (sample, tokens) in enumerate(zip(chosen, values, strict=True)):
+                _time(found[library], ready[library], sample, tokens, number)
+    for part in found.values():
+        part["compile_ms"] = figures(part.pop("compile"), 1e-3)
+        part["first_mask_us"] = figures(part.pop("first"), 1e-6)
+        part["mask_us"] = figures(part.pop("mask"), 1e-6)
+    print(json.dumps(found, indent=1))
+    settings = {"schemas": arguments.schemas, "rounds": arguments.rounds, "words": words}
+    return {"environment": environment(), "settings": settings, **found}
+
+
+def _time(
+    found: dict[str, Any],
+    compile_: Callable[[Sample], tuple[Callable[[], None], Step]],
+    sample: Sample,
+    tokens: list[int],
+    number: int,
+) -> None:
+    """Add the times of one schema to those of its library."""
+    began = time.perf_counter()
+    try:
+        mask, take = compile_(sample)
+    except Exception as error:  # each library has its own
+        found["refused"][number] = str(error).splitlines()[0][:200]
+        return
+    found["compile"].append(time.perf_counter() - began)
+    for place, token in enumerate(tokens):
+        began = time.perf_counter()
+        mask()
+        found["mask" if place else "first"].append(time.perf_counter() - began)
+        if not take(token):
+            found["refused"][number] = f"token {place} of a value that matches"
+            return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("models", nargs="+", help="checkpoints' directories")
+    parser.add_argument("--compare", action="store_true", help="compare the libraries instead")
+    parser.add_argument("--schemas", type=int, default=100)
+    parser.add_argument("--new-tokens", type=int, default=768, help="most tokens of an answer (default: 768)")
+    parser.add_argument("--rounds", type=int, default=3, help="of --compare (default: 3)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    report: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    for name in arguments.models:
+        part = "compared" if arguments.compare else "answers"
+        report.setdefault(part, {})[Path(name).name] = (compared if arguments.compare else measured)(name, arguments)
+        write_result(arguments.out, report)
+
+
+if __name__ == "__main__":
+    main()
