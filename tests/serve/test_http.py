@@ -405,7 +405,7 @@ def test_the_operators_views(url, client):
     assert told["methods"][1:] == ["full", "streamingllm"] and told["state"]["running"] == 0
     assert told["store"]["nodes"] >= len(told["nodes"]) > 0
     metrics = httpx.get(f"{url}/metrics").text
-    assert "kvsieve_answered_total" in metrics and "kvsieve_ttft_seconds_bucket" in metrics
+    assert "kvsieve_answered_total" in metrics and "kvsieve_queue_seconds_bucket" in metrics
     page = httpx.get(f"{url}/")
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]

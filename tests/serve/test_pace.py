@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvsieve.serve.pace import Coroutine, ReadingPace, pause_within
+from kvsieve.serve.pace import Coroutine, ReadingPace, ReadingPass, pause_within
 
 
 class Clock:
@@ -49,7 +49,7 @@ def gaps(decode: float, steps: Callable[[int], float], gap: float, noise: float 
         while True:
             takes(steps(step))
             step += 1
-            if pace.over():
+            if pace.over(ReadingPass()):
                 break
         spent += clock.now - at
         found.append(clock.now - began)
@@ -78,11 +78,11 @@ def test_a_step_that_takes_longer_is_read_alone_and_told():
         clock.now += 1.0
     pace.begin(waits=True)
     clock.now += 4.0
-    assert pace.over() and pace.late
+    assert pace.over(ReadingPass()) and pace.late
     pace.begin(waits=True)
     clock.now += 0.1
     # Another one like that would be too long.
-    assert pace.over() and not pace.late
+    assert pace.over(ReadingPass()) and not pace.late
 
 
 def test_where_nobody_waits_whole_chunks_are_read():
@@ -91,36 +91,72 @@ def test_where_nobody_waits_whole_chunks_are_read():
     for measured in (False, True, True):
         pace.begin(waits=not measured or pace.gap == math.inf)
         clock.now += 50.0
-        assert not pace.over() and pace.over(ends_pass=True) and not pace.late
+        assert not pace.over(ReadingPass()) and pace.over(ReadingPass(), ends_pass=True) and not pace.late
         with pace.decoding():
             clock.now += 0.1
         pace.gap = math.inf if measured else pace.gap
 
 
-def test_a_pass_that_nobody_waits_for_takes_several_chunks_within_seconds():
-    clock, others = Clock(), [False]
+def test_each_prompt_that_waits_may_lengthen_the_gap_as_much_as_one():
+    clock = Clock()
+    pace = ReadingPace(2.5, clock)
+    with pace.decoding():
+        clock.now += 1.0
+    steps = []
+    for prompts in (1, 2, 4):
+        pace.begin(waits=True, prompts=prompts)
+        steps.append(1)
+        clock.now += 0.1
+        while not pace.over(ReadingPass()):
+            clock.now += 0.1
+            steps[-1] += 1
+    assert steps == pytest.approx([14, 29, 59], abs=1)
+
+
+def test_a_pass_that_no_answer_waits_for_takes_several_chunks_within_seconds():
+    clock, called = Clock(), [False]
     pace = ReadingPace(2.5, clock)
 
-    def takes(seconds: float, *, joins: bool = True, waits: bool = False) -> int:
-        pace.begin(waits=waits, alone=lambda: not others[0])
-        found = pace.chunks(lambda: joins)
-        clock.now += seconds * found
-        assert pace.over(ends_pass=True) or waits
-        return found
+    def chunks(seconds: float, *, joins: bool = True) -> int:
+        pace.begin(waits=False, called=lambda: called[0])
+        reading = ReadingPass(pace.chunks(lambda: joins))
+        clock.now += seconds * reading.chunks
+        assert not pace.over(reading) and pace.over(reading, ends_pass=True)
+        return reading.chunks
 
     # How long a chunk takes is not known before the first.
-    assert [takes(0.8), takes(0.8), takes(2.4), takes(0.4), takes(0.4), takes(0.4, joins=False)] == [1, 4, 4, 1, 8, 1]
+    found = [chunks(0.8), chunks(0.8), chunks(2.4), chunks(0.4), chunks(0.4), chunks(0.4, joins=False)]
+    assert found == [1, 4, 4, 1, 8, 1]
+    # Whoever comes or leaves is served at the next step.
+    pace.begin(waits=False, called=lambda: called[0])
+    reading = ReadingPass(pace.chunks(lambda: True))
+    assert reading.chunks == 8 and not pace.over(reading)
+    called[0] = True
+    assert pace.over(reading)
+
+
+def test_several_chunks_are_read_between_tokens_if_a_few_of_their_steps_fit():
+    clock = Clock()
+    pace = ReadingPace(2.0, clock)
     with pace.decoding():
-        clock.now += 10.0
-    assert takes(0.1, waits=True) == 1
-    others[0] = True
-    assert takes(0.1) == 1
-    # Another request stops a pass at the next step.
-    others[0] = False
-    pace.begin(waits=False, alone=lambda: not others[0])
-    assert pace.chunks(lambda: True) == 8 and not pace.over()
-    others[0] = True
-    assert pace.over()
+        clock.now += 1.0
+
+    def chunks(step: float, prompts: int = 1) -> int:
+        """Of a pass of ten steps, each so long per chunk."""
+        pace.begin(waits=True, prompts=prompts)
+        reading = ReadingPass(pace.chunks(lambda: True))
+        for number in range(10):
+            clock.now += step * reading.chunks
+            if pace.over(reading, ends_pass=number == 9):
+                # Answers get their tokens; that is no part of the pass.
+                clock.now += 1000.0
+                pace.begin(waits=True, prompts=prompts)
+        return reading.chunks
+
+    assert [chunks(0.1), chunks(0.1), chunks(0.1, prompts=4)] == [1, 2, 4]
+    for _ in range(40):
+        chunks(0.02)
+    assert [chunks(0.02), chunks(0.5), chunks(0.5)] == [8, 8, 1]
 
 
 def test_one_slow_pass_does_not_count_for_long():
@@ -131,21 +167,21 @@ def test_one_slow_pass_does_not_count_for_long():
             clock.now += seconds
     pace.begin(waits=True)
     clock.now += 0.04
-    assert not pace.over()
+    assert not pace.over(ReadingPass())
     clock.now += 0.04
-    assert pace.over()
+    assert pace.over(ReadingPass())
 
 
 def test_a_device_is_waited_for_where_time_is_limited():
     waited = []
     pace = ReadingPace(2.0, Clock(), lambda: waited.append(1))
     pace.begin(waits=False)
-    pace.over()
+    pace.over(ReadingPass())
     assert not waited
     with pace.decoding():
         pass
     pace.begin(waits=True)
-    pace.over()
+    pace.over(ReadingPass())
     assert waited
 
 

@@ -11,8 +11,9 @@ from kvsieve.planning.plans import Plan
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.prefixes import ServerPrefixes
 from kvsieve.serve.scheduler import Scheduler
+from kvsieve.serve.ticket import Order
 from kvsieve.store import PrefixStore
-from orders import ask, prompt
+from orders import Noted, ask, prompt
 from small import plan_of
 from tiny_models import build
 from toy_words import word_tokenizer
@@ -71,3 +72,30 @@ def test_a_node_counts_the_time_of_the_prefix_that_it_went_on_from(sieve):
     ask(one, ids, plan)[0].ids()
     one.close()
     assert [(node.tokens, node.seconds > 1000) for node in store.nodes()] == [(67, True)]
+
+
+def test_prompts_that_come_together_prefill_a_common_beginning_once(sieve):
+    one = Scheduler(sieve, word_tokenizer(), ServerLimits(chunk=CHUNK), ServerPrefixes(PrefixStore(), share=False))
+    document, plan = prompt(1, 80), plan_of("full", sieve.model)
+    heard = [ask(one, (*document, *prompt(2 + number, 20)), plan, owner=owner)[0] for number, owner in enumerate("aab")]
+    one.start()
+    summaries = [each.all()[-1] for each in heard]
+    one.close()
+    cached = [summary.cached_tokens for summary in summaries]
+    assert cached[0] == cached[2] == 0 and cached[1] >= 80 - CHUNK
+
+
+def test_what_is_stored_of_a_prompt_shortens_its_wait(sieve):
+    known, store, plan, begun = prompt(1, 200), PrefixStore(), plan_of("full", sieve.model), []
+    under_plan = under(sieve, plan)
+    store.add(under_plan, known, under_plan.prefill(torch.tensor([known])), 1.0)
+    one = Scheduler(sieve, word_tokenizer(), ServerLimits(chunk=CHUNK), ServerPrefixes(store, share=False))
+    heard = [Noted(begun, name) for name in ("new", "known")]
+    for ids, one_heard in zip([prompt(2, 60), (*known, *prompt(3, 10))], heard, strict=True):
+        one.submit(Order(ids, plan, 2), one_heard.put)
+    one.start()
+    cached = [one_heard.all()[-1].cached_tokens for one_heard in heard]
+    one.close()
+    assert begun == ["known", "new"] and cached == [0, 200]
+    # Each prompt is looked up once.
+    assert (store.stats().hits, store.stats().misses) == (1, 1)

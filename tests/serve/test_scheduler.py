@@ -9,16 +9,15 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve.decoding.asked import Sampling
+from kvsieve.decoding.asked import AnswerPart, Sampling
 from kvsieve.errors import InputError, PlanError
 from kvsieve.hf.attach import attached
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.plans import Plan
 from kvsieve.serve.limits import ServerLimits
-from kvsieve.serve.queue import FairQueue
 from kvsieve.serve.scheduler import Scheduler
-from kvsieve.serve.ticket import BusyError, Order, Summary, Ticket, TooLargeError
-from orders import TIMEOUT, ask, prompt
+from kvsieve.serve.ticket import BusyError, Order, Summary, TooLargeError
+from orders import TIMEOUT, Noted, ask, prompt
 from small import plan_of
 from tiny import tiny_model
 from tiny_models import build
@@ -68,6 +67,10 @@ def alone(model, plan, ids, tokens):
             torch.tensor([ids]), chunk=CHUNK, max_new_tokens=tokens, do_sample=False, eos_token_id=None
         )
     return out.sequences[0, len(ids) :].tolist()
+
+
+def tokens(events):
+    return [token.own.id for event in events[:-1] for token in event.tokens]
 
 
 @pytest.mark.parametrize("gap", [2.5, 1.0])
@@ -138,6 +141,47 @@ def test_a_prompt_that_is_alone_is_read_in_longer_passes_and_whoever_comes_is_se
     assert max(sizes) >= 2 * CHUNK
     assert found == alone(lone, plan_of("snapkv", model), long, 3)
     assert ask(one, short, plan, 3)[0].ids() == alone(lone, plan, short, 3)
+
+
+def test_prompts_that_come_together_are_prefilled_in_turn_in_long_passes(scheduler, model, lone, monkeypatch):
+    one, plan, sizes, begun = scheduler(start=False), plan_of("snapkv", model), [], []
+    feed = AttachedModel.feed
+
+    def noted(self, cache, ids, *args, **kwargs):
+        if not begun:
+            sizes.append(ids.shape[1])
+        return feed(self, cache, ids, *args, **kwargs)
+
+    monkeypatch.setattr(AttachedModel, "feed", noted)
+    prompts = [prompt(number, CHUNK * chunks) for number, chunks in enumerate((9, 12, 6, 5, 9))]
+    heard = [Noted(begun, number) for number in range(5)]
+    for ids, one_heard in zip(prompts, heard, strict=True):
+        one.submit(Order(ids, plan, 3, sampling=Sampling(logprobs=0)), one_heard.put)
+    one.start()
+    events = [one_heard.all() for one_heard in heard]
+    assert begun == [3, 2, 0, 4, 1]
+    # Those that wait do not make the passes of the first one shorter.
+    assert max(sizes) >= 2 * CHUNK
+    queued = [events[number][-1].queued_s for number in begun]
+    assert queued == sorted(queued) and all(each[-1].queued_s < each[-1].ttft_s for each in events)
+    monkeypatch.undo()
+    assert [tokens(each) for each in events] == [alone(lone, plan, ids, 3) for ids in prompts]
+
+
+def test_a_short_prompt_overtakes_one_in_progress_and_who_leaves_is_not_read(scheduler, model, lone):
+    one, plan, begun, tickets = scheduler(start=False), plan_of("full", model), [], []
+    rules, prompts = Sampling(logprobs=0), [prompt(1, 30 * CHUNK), prompt(2, 2 * CHUNK), prompt(3, 3 * CHUNK)]
+
+    def others_come(event):
+        if not tickets and isinstance(event, AnswerPart) and event.progress and event.progress.done >= CHUNK:
+            tickets.extend(one.submit(Order(prompts[n], plan, 4, sampling=rules), heard[n].put) for n in (1, 2))
+
+    heard = [Noted(begun, 0, others_come), Noted(begun, 1, lambda event: tickets[1].cancel()), Noted(begun, 2)]
+    one.submit(Order(prompts[0], plan, 4, sampling=rules, progress=True), heard[0].put)
+    one.start()
+    events = [heard[n].all() for n in (0, 1)]
+    assert begun == [1, 0] and one.counts["cancelled"] == 1 and one.state()["kv_bytes"] == 0
+    assert [tokens(each) for each in events] == [alone(lone, plan, ids, 4) for ids in prompts[:2]]
 
 
 def test_seeds_make_answers_again_and_several_answers_differ(scheduler, model):
@@ -234,14 +278,3 @@ def test_closing_refuses_what_comes_and_ends_what_runs(scheduler, model):
     assert isinstance(heard.all()[-1], Summary)
     with pytest.raises(BusyError, match="closing"):
         ask(one, prompt(1, 10), plan)
-
-
-def test_owners_take_turns():
-    waiting = FairQueue()
-    for number, owner in enumerate("aaabbc"):
-        waiting.put(Ticket(Order((number,), Plan(), 1, owner=owner), print, print))
-    order = []
-    while waiting.first() is not None:
-        order.append(waiting.take().order)
-    assert "".join(each.owner for each in order) == "abcaba"
-    assert [each.ids[0] for each in order if each.owner == "a"] == [0, 1, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Callable
 
 import torch
 
@@ -34,6 +35,22 @@ class Heard:
         events = self.all()
         assert isinstance(events[-1], Summary), events[-1]
         return [t.own.id for e in events[:-1] if e.answer == answer for t in e.tokens]
+
+
+class Noted(Heard):
+    """Events of a request. Its name is added to `begun` with its first token; `then` is called with each event."""
+
+    def __init__(self, begun: list, name: object, then: Callable[[object], None] = lambda event: None) -> None:
+        super().__init__()
+        self.begun = begun
+        self.name = name
+        self.then = then
+
+    def put(self, event: object) -> None:
+        if isinstance(event, AnswerPart) and event.progress is None and self.name not in self.begun:
+            self.begun.append(self.name)
+        self.then(event)
+        self.events.put(event)
 
 
 def ask(scheduler, ids, plan, tokens=8, **more) -> tuple[Heard, Ticket]:

@@ -51,6 +51,9 @@ class PromptStore(Protocol):
     def find(self) -> Callable[..., FoundPrompt | None]: ...
 
     @property
+    def covered(self) -> Callable[..., int]: ...
+
+    @property
     def add(self) -> Callable[..., object]: ...
 
     @property
@@ -104,8 +107,14 @@ class StoredPrefixes:
             chunk: tokens per forward pass, None for all at once.
             leave: tokens left to prefill; 0 for a prompt without an answer.
         """
-        turns = None if self.session else (len(ids),)
-        return self.store.find(sieve, ids, self.owner, turns=turns, leave=leave, chunk=chunk)
+        return self.store.find(sieve, ids, self.owner, turns=self._turns(ids), leave=leave, chunk=chunk)
+
+    def covered(self, sieve: Any, ids: Sequence[int], chunk: int | None) -> int:
+        """Return the number of a prompt's tokens that `find` would return; see there."""
+        return self.store.covered(sieve, ids, self.owner, turns=self._turns(ids), chunk=chunk)
+
+    def _turns(self, ids: Sequence[int]) -> tuple[int, ...] | None:
+        return None if self.session else (len(ids),)
 
     def is_border(self, plan: Plan, cache: SieveCache, chunk: int | None, last: bool) -> bool:
         """Return True if a cache's prefix is to be stored: the last one, or one that no longer one contains.

@@ -28,7 +28,7 @@ _COUNTS = {
 }
 _GAUGES = {
     "queued": "Requests that wait",
-    "reading": "Prompts that are being read",
+    "reading": "Prompts that are prefilled or wait for it",
     "running": "Answers that are being generated",
     "kv_bytes": "Bytes reserved for conversations",
     "kv_limit": "Most bytes for conversations, 0 for no limit",
@@ -43,6 +43,7 @@ class Metrics(Collector):
         self.scheduler = scheduler
         self.registry = CollectorRegistry()
         self.registry.register(self)
+        self._queue = self._times("queue", "From a request to the begin of its prefill")
         self._ttft = self._times("ttft", "From a request to its first token")
         self._whole = self._times("request", "From a request to its end")
 
@@ -50,6 +51,7 @@ class Metrics(Collector):
         return Histogram(f"kvsieve_{name}_seconds", text, registry=self.registry, buckets=_SECONDS)
 
     def note(self, summary: Summary) -> None:
+        self._queue.observe(summary.queued_s)
         self._ttft.observe(summary.ttft_s)
         self._whole.observe(summary.seconds)
 

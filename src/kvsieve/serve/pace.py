@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -18,21 +19,41 @@ from kvsieve.hf.forward.pieces import COUNTS
 
 # Decode passes that estimate how long one takes.
 _PASSES = 9
-# Seconds of a pass while no request waits.
+# Seconds of a pass that no answer waits for.
 _PASS = 4.0
 # Decay of the longest step's time with each further step.
 _FADE = 0.9
+# Steps of a pass over several chunks that fit between two tokens: of larger ones, too little time would be used.
+_STEPS = 4
+
+
+def _nobody() -> bool:
+    return False
+
+
+@dataclass
+class ReadingPass:
+    """A pass of a prefill in progress.
+
+    Attributes:
+        chunks: their number.
+        seconds: spent so far, without pauses.
+    """
+
+    chunks: int = 1
+    seconds: float = 0.0
 
 
 class ReadingPace:
     """Divides time between running answers and prefills.
 
-    A prefill consists of steps, parts of a layer over one chunk. It pauses before a step that would make the gap
-    between two tokens of an answer longer than `gap` times a decode pass alone, but only after at least one step. The
-    tokens of a pass, and thus the answers, do not depend on it.
+    A prefill consists of steps, parts of a layer over the chunks of a pass. It pauses before a step that would make the
+    gap between two tokens of an answer longer than `gap` times a decode pass alone, but only after at least one step.
+    Each further prompt that waits may lengthen the gap as much as the first one. The tokens of an answer do not depend
+    on it.
 
     Args:
-        gap: factor by which prefills may lengthen the gap between tokens; infinite for undivided chunks.
+        gap: factor by which a prompt may lengthen the gap between tokens; infinite for undivided passes.
         clock: returns seconds.
         finish: waits for the device; None if calls return when it is done.
     """
@@ -45,11 +66,12 @@ class ReadingPace:
         self._finish = finish
         self._passes: deque[float] = deque(maxlen=_PASSES)
         self._until: float | None = None
-        self._at = self._longest = 0.0
-        self._alone: Callable[[], bool] | None = None
+        self._room = math.inf
+        self._at = self._since = 0.0
+        # Of one chunk.
+        self._longest = 0.0
         self._per_chunk = math.inf
-        self._joined = 0
-        self._pass_began = 0.0
+        self._called = _nobody
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
@@ -57,41 +79,50 @@ class ReadingPace:
         yield
         self._passes.append(self._clock() - began)
 
-    def begin(self, *, waits: bool, alone: Callable[[], bool] | None = None) -> None:
+    def begin(self, *, waits: bool, prompts: int = 1, called: Callable[[], bool] = _nobody) -> None:
         """Start a share of prefill.
 
         Args:
             waits: answers wait for their next token meanwhile.
-            alone: returns whether there is no other request; None if there is one already.
+            prompts: number of prompts that are not prefilled yet.
+            called: returns True to pause at the next step; ignored while answers wait.
         """
-        self._at = self._clock()
-        self._alone = None if waits else alone
-        limited = waits and self._passes and self.gap != math.inf
-        self._until = self._at + (self.gap - 1) * statistics.median(self._passes) if limited else None
+        self._at = self._since = self._clock()
+        self._called = called
+        self._room = math.inf
+        self._until = None
+        if waits and self._passes and self.gap != math.inf:
+            self._room = (self.gap - 1) * prompts * statistics.median(self._passes)
+            self._until = self._at + self._room
 
     def chunks(self, joins: Callable[[], bool]) -> int:
-        """Return the number of chunks for the next pass: one, or a few seconds' worth if no request waits.
+        """Return the number of chunks for the next pass: a few seconds' worth, of steps that fit between two tokens.
 
         joins: returns whether results stay the same; called only if several chunks are fast enough.
         """
-        found = max(n for n in COUNTS if n == 1 or n * self._per_chunk <= _PASS)
-        if self._alone is None or not self._alone() or found == 1 or not joins():
-            found = 1
-        self._joined, self._pass_began = found, self._clock()
-        return found
+        self._since = self._clock()
+        step = 0.0 if self._until is None else _STEPS * (self._longest or math.inf)
+        found = max(n for n in COUNTS if n == 1 or (n * self._per_chunk <= _PASS and n * step <= self._room))
+        return found if found > 1 and joins() else 1
 
-    def over(self, *, ends_pass: bool = False) -> bool:
-        """Note the end of a step and return whether to pause. ends_pass: it was the last of its pass."""
-        if ends_pass and self._joined:
-            self._per_chunk = (self._clock() - self._pass_began) / self._joined
+    def over(self, reading: ReadingPass, *, ends_pass: bool = False) -> bool:
+        """Note the end of a step of a pass, and return whether to pause. ends_pass: it was the last one."""
         if self._until is None:
-            return ends_pass or (self._alone is not None and not self._alone())
-        if self._finish is not None:
-            self._finish()
-        now = self._clock()
-        self._longest = max(now - self._at, _FADE * self._longest)
-        self._at = now
-        return now + self._longest >= self._until
+            pauses = ends_pass or self._called()
+        else:
+            if self._finish is not None:
+                self._finish()
+            now = self._clock()
+            self._longest = max((now - self._at) / reading.chunks, _FADE * self._longest)
+            self._at = now
+            pauses = now + self._longest * reading.chunks >= self._until
+        if pauses or ends_pass:
+            now = self._clock()
+            reading.seconds += now - self._since
+            self._since = now
+        if ends_pass:
+            self._per_chunk = reading.seconds / reading.chunks
+        return pauses
 
     @property
     def late(self) -> bool:
@@ -114,10 +145,19 @@ class Coroutine(greenlet):
     def __init__(self, run: Callable[[], None], pace: ReadingPace) -> None:
         super().__init__(run)
         self._pace = pace
+        self._pass = ReadingPass()
+
+    def begin_pass(self, joins: Callable[[], bool]) -> int:
+        """Return the number of chunks for the pass that begins. joins: see ReadingPace.chunks."""
+        self._pass = ReadingPass(self._pace.chunks(joins))
+        return self._pass.chunks
 
     def rest(self, *, ends_pass: bool = False) -> None:
         """Pause, if it is time. ends_pass: after the last step of a pass."""
-        if self._pace.over(ends_pass=ends_pass) and self.parent is not None:
+        pauses = self._pace.over(self._pass, ends_pass=ends_pass)
+        if ends_pass:
+            self._pass = ReadingPass()
+        if pauses and self.parent is not None:
             self.parent.switch()
 
 

@@ -30,6 +30,10 @@ class Prefixes:
         """Return the longest stored prefix of the prompt, or None. chunk: tokens per pass of its prefill."""
         return None
 
+    def covered(self, sieve: Sieve, order: Order, chunk: int) -> int:
+        """Return the number of tokens that `find` would return."""
+        return 0
+
     def at_border(self, reading: PromptReader, left: int) -> None:
         """Store the beginning of a prompt with `left` tokens not prefilled, if it is a border."""
 
@@ -73,6 +77,9 @@ class ServerPrefixes(Prefixes):
         if self.why_not(sieve, order) is not None:
             return None
         return self._of(order).find(sieve, order.ids, chunk)
+
+    def covered(self, sieve: Sieve, order: Order, chunk: int) -> int:
+        return 0 if self.why_not(sieve, order) is not None else self._of(order).covered(sieve, order.ids, chunk)
 
     def at_border(self, reading: PromptReader, left: int) -> None:
         plan = reading.sieve.plan

@@ -1,10 +1,11 @@
-"""Queue of waiting requests: round-robin over owners, in order of arrival for each."""
+"""Queues of requests that wait for admission, and of those that wait for their prefill."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from kvsieve.serve.reading import PromptReader
 from kvsieve.serve.ticket import Ticket
 
 
@@ -46,3 +47,57 @@ class FairQueue:
             else:
                 del self._waiting[owner]
         return out
+
+
+class PrefillQueue:
+    """Admitted prompts, prefilled one after the other: short ones first, fair between owners, none delayed forever.
+
+    An owner's next prompt is the one with the earliest deadline, in tokens: those that the owner had got when the prompt
+    came, plus its length. So only prompts overtake it that are shorter by more than the owner has got since then, and
+    none does after the owner has got as many tokens as it has.
+
+    The next owner is the one that will have got the fewest tokens at the end of its next prompt. So of two owners that
+    wait, neither gets more than the other plus the other's next prompt. An owner who comes counts as having got its
+    share of all tokens so far.
+    """
+
+    def __init__(self) -> None:
+        # Deadlines by owner.
+        self._waiting: dict[str, dict[PromptReader, float]] = {}
+        self._tokens: dict[str, float] = {}
+        # A share of all tokens.
+        self._share = 0.0
+
+    def __len__(self) -> int:
+        return sum(map(len, list(self._waiting.values())))
+
+    def __iter__(self) -> Iterator[PromptReader]:
+        return iter([reading for deadlines in self._waiting.values() for reading in deadlines])
+
+    def add(self, reading: PromptReader) -> None:
+        owner = reading.ticket.order.owner
+        if not self._waiting:
+            self._tokens.clear()
+            self._share = 0.0
+        if owner not in self._waiting:
+            self._waiting[owner] = {}
+            self._tokens[owner] = max(self._tokens.get(owner, 0.0), self._share)
+        self._waiting[owner][reading] = self._tokens[owner] + reading.left
+
+    def first(self) -> PromptReader:
+        """Return the next prompt; of equal ones, the one that came first."""
+        nexts = [min(deadlines, key=deadlines.__getitem__) for deadlines in self._waiting.values()]
+        return min(nexts, key=lambda reading: self._tokens[reading.ticket.order.owner] + reading.left)
+
+    def spend(self, reading: PromptReader, tokens: int) -> None:
+        """Count tokens of a prompt here that were prefilled."""
+        self._tokens[reading.ticket.order.owner] += tokens
+        self._share += tokens / len(self._waiting)
+
+    def remove(self, reading: PromptReader) -> None:
+        """Remove a prompt that is prefilled or abandoned."""
+        owner = reading.ticket.order.owner
+        deadlines = self._waiting[owner]
+        del deadlines[reading]
+        if not deadlines:
+            del self._waiting[owner]

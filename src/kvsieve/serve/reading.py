@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 
@@ -15,58 +16,78 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.forward.passes import closing
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
+from kvsieve.hf.reuse import FoundPrompt
 from kvsieve.hf.sieve import Sieve
 from kvsieve.serve.pace import Coroutine, ReadingPace
 from kvsieve.serve.ticket import Ticket
 
 
 class PromptReader:
-    """A prefill in progress, by the driver of ``generate``, in a coroutine.
+    """A prefill, waiting or in progress, by the driver of ``generate``, in a coroutine.
 
     Attributes:
         ticket: of the request.
         sieve: the model under the request's plan.
-        cache: filled by the prefill.
-        cached: tokens that the cache had before.
-        logits: [V] of the prompt's last token on the CPU; None until the end.
-        done: tokens prefilled.
-        seconds: time that prefilling what the cache holds takes.
-        notes: sent with the answer.
         chunk: tokens per pass.
-        together: returns how many chunks the next pass may take; None for one.
+        cache: filled by the prefill; empty until it begins.
+        cached: tokens that the cache had when the prefill began; expected ones until then.
+        done: tokens prefilled, including these.
+        logits: [V] of the prompt's last token on the CPU; None until the end.
+        seconds: time that prefilling what the cache holds takes.
+        queued: seconds from the request until the prefill began.
+        notes: sent with the answer.
     """
 
     def __init__(
         self,
         ticket: Ticket,
         sieve: Sieve,
-        cache: SieveCache,
         chunk: int,
         pace: ReadingPace,
+        *,
+        find: Callable[[], FoundPrompt | None] = lambda: None,
         border: Callable[[PromptReader, int], None] = lambda reading, left: None,
+        joins: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Prefill the prompt of a ticket.
+        """Wait to prefill the prompt of a ticket.
 
         Args:
             ticket: of the request.
             sieve: the model under its plan.
-            cache: with a prefix of the prompt, or empty.
             chunk: tokens per pass.
             pace: decides when to pause.
+            find: called when the prefill begins; returns a stored prefix of the prompt.
             border: called between two passes with the number of tokens left.
+            joins: returns whether a pass may take several chunks.
         """
         self.ticket = ticket
         self.sieve = sieve
-        self.cache = cache
-        self.cached = self.done = cache.conversation.caller_length_and_mask()[0]
-        self.logits: Tensor | None = None
-        self.seconds = 0.0
-        self.notes: list[str] = []
-        self._began = 0.0
         self.chunk = chunk
+        self.cache: SieveCache = sieve.new_cache()
+        self.cached = self.done = 0
+        self.logits: Tensor | None = None
+        self.seconds = self.queued = 0.0
+        self.notes: list[str] = []
+        self._began: float | None = None
+        self._find = find
         self._border = border
-        self.together: Callable[[], int] | None = None
         self._run = Coroutine(self._read, pace)
+        self._together = functools.partial(self._run.begin_pass, joins)
+
+    @property
+    def read(self) -> int:
+        """Tokens that this prefill has computed."""
+        return self.done - self.cached
+
+    @property
+    def left(self) -> int:
+        """Tokens that are not prefilled yet."""
+        return len(self.ticket.order.ids) - self.done
+
+    def expect(self, cached: int) -> None:
+        """Count tokens as prefilled that a stored prefix will have, and report that the prompt waits."""
+        self.cached = self.done = cached
+        self._report()
 
     def step(self) -> bool:
         """Continue until the next pause; return True at the end. Raises the errors of the prefill."""
@@ -84,8 +105,13 @@ class PromptReader:
     def _read(self) -> None:
         order = self.ticket.order
         sieve = self.sieve
-        cache = self.cache
         self._began = time.perf_counter()
+        self.queued = self._began - self.ticket.came
+        if (found := self._find()) is not None:
+            self.cache = found.cache
+            self.seconds = found.seconds
+        cache = self.cache
+        self.cached = self.done = cache.conversation.caller_length_and_mask()[0]
         self._report()
         ids = torch.tensor([order.ids], device=sieve.model.device)
         options = ReadOptions(
@@ -93,7 +119,7 @@ class PromptReader:
             new_tokens=order.max_tokens,
             progress=self._pause,
             constraints=order.constraints,
-            together=self.together,
+            together=self._together,
         )
         with closing():
             # All are tokens of the prompt, even those equal to the pad token.
@@ -113,6 +139,6 @@ class PromptReader:
     def _report(self) -> None:
         order = self.ticket.order
         if order.progress:
-            seconds = time.perf_counter() - self._began
+            seconds = 0.0 if self._began is None else time.perf_counter() - self._began
             progress = PromptProgress(self.done, self.cached, len(order.ids), seconds)
             self.ticket.tell(AnswerPart(0, "", progress=progress))

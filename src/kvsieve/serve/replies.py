@@ -62,6 +62,7 @@ def usage(summaries: Sequence[Summary]) -> dict[str, Any]:
             "share": stats.kv_share,
             "bytes": stats.kv_bytes,
             "notes": stats.notes,
+            "queued_s": round(first.queued_s, 4),
             "ttft_s": round(first.ttft_s, 4),
             "seconds": round(first.seconds, 4),
         }

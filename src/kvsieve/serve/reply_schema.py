@@ -47,6 +47,7 @@ class KVUsage(Strict):
     share: float | None
     bytes: int
     notes: list[str]
+    queued_s: float
     ttft_s: float
     seconds: float
     map: list[float] | None = None

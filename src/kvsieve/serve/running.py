@@ -116,4 +116,5 @@ class Running:
             kept=self.kept,
             seconds=now - ticket.came,
             ttft_s=first.times[0] - ticket.came,
+            queued_s=self.reading.queued,
         )

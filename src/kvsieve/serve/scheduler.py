@@ -48,7 +48,7 @@ class Scheduler:
         self.limits = limits
         self.prefixes = Prefixes() if prefixes is None else prefixes
         self._under = PlanSieves(sieve)
-        self._work = Workload(self._under, sieve, tokenizer, limits, self.prefixes, lambda: not len(self._queue))
+        self._work = Workload(self._under, sieve, tokenizer, limits, self.prefixes, lambda: self._news)
         if sieve.new_cache().has_state:
             # Found by passes of its own, which none of the readers may be in the middle of.
             _ = sieve.continues
@@ -57,6 +57,8 @@ class Scheduler:
         self._closing: float | None = None
         self._closed = False
         self._ended: BaseException | None = None
+        # Something has come, or was cancelled, since the last step began.
+        self._news = False
         self._thread = threading.Thread(target=self._run, name="kvsieve-scheduler", daemon=True)
 
     def start(self) -> None:
@@ -66,7 +68,7 @@ class Scheduler:
         """End all requests after `seconds`; those submitted so far are answered if there is time."""
         with self._changed:
             self._closing = time.perf_counter() + seconds
-            self._changed.notify()
+            self._notify()
 
     def close(self) -> None:
         """Refuse new requests, end running ones, and write the store."""
@@ -120,7 +122,7 @@ class Scheduler:
                 raise BusyError(f"{len(self._queue)} requests wait already; try again later", self._patience())
             self._queue.put(ticket)
             self.counts["requests"] += 1
-            self._changed.notify()
+            self._notify()
         return ticket
 
     @property
@@ -144,7 +146,11 @@ class Scheduler:
 
     def _wake(self) -> None:
         with self._changed:
-            self._changed.notify()
+            self._notify()
+
+    def _notify(self) -> None:
+        self._news = True
+        self._changed.notify()
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)
@@ -168,6 +174,7 @@ class Scheduler:
         with self._changed:
             while not (self._work or self._closed or len(self._queue)):
                 self._changed.wait()
+            self._news = False
         try:
             self._let_go()
             # Later cancellations are handled next time.
@@ -220,7 +227,7 @@ class Scheduler:
         self._work.let_go(over, refusal)
 
     def _admit(self) -> None:
-        """Start prefills while there is room, in turn."""
+        """Admit requests while there is room, owners in turn."""
         while True:
             with self._changed:
                 ticket = self._queue.first()

@@ -49,6 +49,7 @@ class Summary:
         kept: share of layers and heads that kept each part of the prompt, if a map was requested.
         seconds: from the request to its end.
         ttft_s: from the request to the first token.
+        queued_s: from the request to the begin of its prefill.
     """
 
     prompt_tokens: int
@@ -58,6 +59,7 @@ class Summary:
     kept: tuple[float, ...] = ()
     seconds: float = 0.0
     ttft_s: float = 0.0
+    queued_s: float = 0.0
 
 
 Event = AnswerPart | Summary | Exception

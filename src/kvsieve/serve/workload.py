@@ -19,6 +19,7 @@ from kvsieve.serve.memory import KVBytes
 from kvsieve.serve.pace import pace_on
 from kvsieve.serve.plan_sieves import PlanSieves
 from kvsieve.serve.prefixes import Prefixes
+from kvsieve.serve.queue import PrefillQueue
 from kvsieve.serve.reading import PromptReader
 from kvsieve.serve.running import Running
 from kvsieve.serve.ticket import BusyError, Event, Order, Ticket
@@ -42,20 +43,21 @@ class Workload:
         tokenizer: Any,
         limits: ServerLimits,
         prefixes: Prefixes,
-        nobody_waits: Callable[[], bool] = lambda: True,
+        called: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Start idle. nobody_waits: returns whether the queue is empty."""
+        """Start idle. called: returns True once something has come or was cancelled since the last step began."""
         self.under = under
         self.sieve = sieve
         self.tokenizer = tokenizer
         self.limits = limits
         self.prefixes = prefixes
-        self._nobody_waits = nobody_waits
+        self._called = called
         self.counts: collections.Counter[str] = collections.Counter()
         self.bytes = KVBytes(sieve.model)
         self.pace = pace_on(sieve.model.device, limits.gap)
         self.seconds: collections.deque[float] = collections.deque(maxlen=32)
-        self._reading, self._running = collections.deque[PromptReader](), list[Running]()
+        self._reading = PrefillQueue()
+        self._running = list[Running]()
         self._held: dict[Ticket, int] = {}
         self._rows_alone: bool | None = None
 
@@ -82,25 +84,24 @@ class Workload:
         return most is None or sum(self._held.values()) + self.needs(order) <= most
 
     def begin(self, ticket: Ticket) -> None:
-        """Start the prefill of a request after its prefix hit."""
-        self._held[ticket] = self.needs(ticket.order)
+        """Queue the prefill of a request."""
+        order = ticket.order
+        self._held[ticket] = self.needs(order)
         try:
-            sieve = self.under.of(ticket.order.plan)
-            found = self._found(sieve, ticket.order)
-            cache = sieve.new_cache() if found is None else found.cache
-            reader = PromptReader(ticket, sieve, cache, self.limits.chunk, self.pace, self._at_border)
-            if found is not None:
-                reader.seconds = found.seconds
-            if (reason := self.prefixes.why_not(sieve, ticket.order)) is not None:
+            sieve = self.under.of(order.plan)
+            find = functools.partial(self._found, sieve, order)
+            reader = PromptReader(
+                ticket, sieve, self.limits.chunk, self.pace, find=find, border=self._at_border, joins=self._joins
+            )
+            if (reason := self.prefixes.why_not(sieve, order)) is not None:
                 reader.notes.append(f"the prefix store was left out: {reason}")
-            reader.together = functools.partial(self.pace.chunks, self._joins)
-            # A prefill that ran alone was stopped within a long pass.
-            self._reading.appendleft(reader)
+            reader.expect(self._covered(sieve, order))
+            self._reading.add(reader)
         except Exception as error:
             self.fail(ticket, error)
 
     def step(self) -> None:
-        """Decode a token of every answer, and continue the prefill that is next in turn."""
+        """Decode a token of every answer, and continue the prefill that is next."""
         if self._running:
             with self.pace.decoding():
                 self._decode()
@@ -129,9 +130,9 @@ class Workload:
         """End all current requests with an error; return their number."""
         reading = list(self._reading)
         running = list(self._running)
-        self._reading.clear()
         self._running.clear()
         for job in reading:
+            self._reading.remove(job)
             self._stop(job)
         for answering in running:
             answering.close()
@@ -159,17 +160,20 @@ class Workload:
             _log.error("nobody took the end of a request: %s", type(error).__name__, exc_info=error)
 
     def _read(self) -> None:
-        """Continue the prefill that is next in turn, for as long as running answers can wait."""
-        reading = self._reading.popleft()
-        self.pace.begin(waits=bool(self._running), alone=None if self._reading else self._nobody_waits)
+        """Continue the prefill that is next, for as long as running answers can wait."""
+        reading = self._reading.first()
+        self.pace.begin(waits=bool(self._running), prompts=len(self._reading), called=self._called)
+        before = reading.read
         try:
-            read = reading.step()
+            complete = reading.step()
             self.counts["late_tokens"] += self.pace.late
-            if read:
+            self._reading.spend(reading, reading.read - before)
+            if complete:
+                self._reading.remove(reading)
                 self._answer(reading)
-            else:
-                self._reading.append(reading)
         except Exception as error:
+            if reading in self._reading:
+                self._reading.remove(reading)
             self.fail(reading.ticket, error)
 
     def _joins(self) -> bool:
@@ -245,6 +249,13 @@ class Workload:
         except Exception as error:
             self._not_stored(error)
             return None
+
+    def _covered(self, sieve: Sieve, order: Order) -> int:
+        try:
+            return self.prefixes.covered(sieve, order, self.limits.chunk)
+        except Exception as error:
+            self._not_stored(error)
+            return 0
 
     def _at_border(self, reading: PromptReader, left: int) -> None:
         self._store(self.prefixes.at_border, reading, left)

@@ -123,6 +123,22 @@ class PrefixStore:
         self._lineage.note(cache, node, tokens)
         return Found(cache, tokens, node.seconds * tokens / len(node.ids), content.mapped)
 
+    def covered(
+        self,
+        sieve: AttachedModel,
+        token_ids: Sequence[int],
+        owner: str = "",
+        *,
+        turns: Sequence[int] | None = None,
+        chunk: int | None = None,
+    ) -> int:
+        """Return the number of tokens that `find` would return, without loading or counting them."""
+        ids = _tokens(token_ids)
+        request = Request.of(sieve, len(ids), 1, turns, chunk)
+        identity = self._identities.of(sieve)
+        with self._lock:
+            return self._tiers.best(identity.key, (owner,), ids, request)[1]
+
     def add(
         self,
         sieve: AttachedModel,
