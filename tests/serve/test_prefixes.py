@@ -76,13 +76,19 @@ def test_a_node_counts_the_time_of_the_prefix_that_it_went_on_from(sieve):
 
 def test_prompts_that_come_together_prefill_a_common_beginning_once(sieve):
     one = Scheduler(sieve, word_tokenizer(), ServerLimits(chunk=CHUNK), ServerPrefixes(PrefixStore(), share=False))
-    document, plan = prompt(1, 80), plan_of("full", sieve.model)
-    heard = [ask(one, (*document, *prompt(2 + number, 20)), plan, owner=owner)[0] for number, owner in enumerate("aab")]
+    document, plan, begun = prompt(1, 80), plan_of("full", sieve.model), []
+    first, second = ((*document, *prompt(more, more)) for more in (10, 40))
+    requests = {"first": (first, "a"), "second": (second, "a"), "other": (prompt(3, 100), "a"), "key": (first, "b")}
+    heard = [Noted(begun, name) for name in requests]
+    for (ids, owner), one_heard in zip(requests.values(), heard, strict=True):
+        one.submit(Order(ids, plan, 2, owner=owner), one_heard.put)
     one.start()
-    summaries = [each.all()[-1] for each in heard]
+    cached = [one_heard.all()[-1].cached_tokens for one_heard in heard]
     one.close()
-    cached = [summary.cached_tokens for summary in summaries]
-    assert cached[0] == cached[2] == 0 and cached[1] >= 80 - CHUNK
+    # Nothing of another owner is found.
+    assert cached == [0, 80, 0, 0]
+    # The second is shorter than the other, once the first is stored.
+    assert [name for name in begun if name != "key"] == ["first", "second", "other"]
 
 
 def test_what_is_stored_of_a_prompt_shortens_its_wait(sieve):

@@ -27,7 +27,7 @@ class Prompt:
 
     def __post_init__(self):
         self.ticket = Ticket(Order((), Plan(), 1, owner=self.owner), print, print)
-        self.left = self.tokens
+        self.left = self.size = self.tokens
 
 
 def prefilled(prompts, more=lambda done: (), seen=lambda queue, tokens: None):

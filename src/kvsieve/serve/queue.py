@@ -52,9 +52,9 @@ class FairQueue:
 class PrefillQueue:
     """Admitted prompts, prefilled one after the other: short ones first, fair between owners, none delayed forever.
 
-    An owner's next prompt is the one with the earliest deadline, in tokens: those that the owner had got when the prompt
-    came, plus its length. So only prompts overtake it that are shorter by more than the owner has got since then, and
-    none does after the owner has got as many tokens as it has.
+    An owner's next prompt is the one with the earliest deadline: the tokens that the owner had got when it came, plus
+    its own. So a later prompt overtakes it only if shorter by more than the owner has got in between, and none does
+    once the owner has got as many tokens as it has.
 
     The next owner is the one that will have got the fewest tokens at the end of its next prompt. So of two owners that
     wait, neither gets more than the other plus the other's next prompt. An owner who comes counts as having got its
@@ -62,7 +62,7 @@ class PrefillQueue:
     """
 
     def __init__(self) -> None:
-        # Deadlines by owner.
+        # By owner, the tokens that it had got when each prompt came.
         self._waiting: dict[str, dict[PromptReader, float]] = {}
         self._tokens: dict[str, float] = {}
         # A share of all tokens.
@@ -72,7 +72,7 @@ class PrefillQueue:
         return sum(map(len, list(self._waiting.values())))
 
     def __iter__(self) -> Iterator[PromptReader]:
-        return iter([reading for deadlines in self._waiting.values() for reading in deadlines])
+        return iter([reading for own in self._waiting.values() for reading in own])
 
     def add(self, reading: PromptReader) -> None:
         owner = reading.ticket.order.owner
@@ -82,11 +82,11 @@ class PrefillQueue:
         if owner not in self._waiting:
             self._waiting[owner] = {}
             self._tokens[owner] = max(self._tokens.get(owner, 0.0), self._share)
-        self._waiting[owner][reading] = self._tokens[owner] + reading.left
+        self._waiting[owner][reading] = self._tokens[owner]
 
     def first(self) -> PromptReader:
         """Return the next prompt; of equal ones, the one that came first."""
-        nexts = [min(deadlines, key=deadlines.__getitem__) for deadlines in self._waiting.values()]
+        nexts = [_earliest(own) for own in self._waiting.values()]
         return min(nexts, key=lambda reading: self._tokens[reading.ticket.order.owner] + reading.left)
 
     def spend(self, reading: PromptReader, tokens: int) -> None:
@@ -97,7 +97,10 @@ class PrefillQueue:
     def remove(self, reading: PromptReader) -> None:
         """Remove a prompt that is prefilled or abandoned."""
         owner = reading.ticket.order.owner
-        deadlines = self._waiting[owner]
-        del deadlines[reading]
-        if not deadlines:
+        del self._waiting[owner][reading]
+        if not self._waiting[owner]:
             del self._waiting[owner]
+
+
+def _earliest(came: dict[PromptReader, float]) -> PromptReader:
+    return min(came, key=lambda reading: came[reading] + reading.size)

@@ -75,9 +75,19 @@ class PromptReader:
         self._together = functools.partial(self._run.begin_pass, joins)
 
     @property
+    def waits(self) -> bool:
+        """True until the prefill begins."""
+        return self._began is None
+
+    @property
     def read(self) -> int:
         """Tokens that this prefill has computed."""
         return self.done - self.cached
+
+    @property
+    def size(self) -> int:
+        """Tokens to compute in all."""
+        return len(self.ticket.order.ids) - self.cached
 
     @property
     def left(self) -> int:
@@ -85,9 +95,8 @@ class PromptReader:
         return len(self.ticket.order.ids) - self.done
 
     def expect(self, cached: int) -> None:
-        """Count tokens as prefilled that a stored prefix will have, and report that the prompt waits."""
+        """Before the prefill begins: count tokens as prefilled that a stored prefix has."""
         self.cached = self.done = cached
-        self._report()
 
     def step(self) -> bool:
         """Continue until the next pause; return True at the end. Raises the errors of the prefill."""
@@ -112,7 +121,7 @@ class PromptReader:
             self.seconds = found.seconds
         cache = self.cache
         self.cached = self.done = cache.conversation.caller_length_and_mask()[0]
-        self._report()
+        self.report()
         ids = torch.tensor([order.ids], device=sieve.model.device)
         options = ReadOptions(
             chunk=self.chunk,
@@ -131,12 +140,13 @@ class PromptReader:
 
     def _pause(self, done: int, total: int) -> None:
         self.done = self.cached + done
-        self._report()
+        self.report()
         if done < total:
             self._border(self, total - done)
         self._run.rest(ends_pass=True)
 
-    def _report(self) -> None:
+    def report(self) -> None:
+        """Send the progress, if the request wants it."""
         order = self.ticket.order
         if order.progress:
             seconds = 0.0 if self._began is None else time.perf_counter() - self._began

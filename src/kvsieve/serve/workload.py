@@ -95,7 +95,8 @@ class Workload:
             )
             if (reason := self.prefixes.why_not(sieve, order)) is not None:
                 reader.notes.append(f"the prefix store was left out: {reason}")
-            reader.expect(self._covered(sieve, order))
+            reader.expect(self._covered(reader))
+            reader.report()
             self._reading.add(reader)
         except Exception as error:
             self.fail(ticket, error)
@@ -190,6 +191,9 @@ class Workload:
         self.counts["prompt_tokens"] += len(order.ids)
         self.counts["cached_tokens"] += reading.cached
         self._store(self.prefixes.add, reading)
+        for other in self._reading:
+            if other.waits:
+                other.expect(self._covered(other))
         running = Running(ticket, reading, logits, self.tokenizer)
         read = sum(rows.cache.nbytes() for rows in running.rows)
         self._held[ticket] = min(self._held[ticket], read + order.answers * self.bytes.of(order.max_tokens))
@@ -250,9 +254,9 @@ class Workload:
             self._not_stored(error)
             return None
 
-    def _covered(self, sieve: Sieve, order: Order) -> int:
+    def _covered(self, reading: PromptReader) -> int:
         try:
-            return self.prefixes.covered(sieve, order, self.limits.chunk)
+            return self.prefixes.covered(reading.sieve, reading.ticket.order, reading.chunk)
         except Exception as error:
             self._not_stored(error)
             return 0
