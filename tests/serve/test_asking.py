@@ -121,6 +121,8 @@ def test_load_is_measured(url, tokenizer):
     for each in found:
         assert 0 < each["ttft_s"]["median"] <= each["ttft_s"]["p95"] and each["tpot_s"]["median"] > 0
         assert each["tokens_per_s"] == pytest.approx(each["new_tokens"] / each["seconds"], rel=0.01)
+    *_, by_length = load_test(test, [(20, 60)], [3], 2, lambda part: None)
+    assert by_length["20-60"][0]["prompt_tokens"] == 40
     # A prompt is another stretch each time, and found again when it is asked again.
     assert found[0]["cached_tokens"] < 8 and found[0]["again"]["cached_tokens"] >= 56
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import secrets
 import statistics
 import threading
@@ -15,6 +16,8 @@ from torch import Tensor
 from kvsieve.lab.client import Completed, ServerClient, ServerError
 
 _LONGER = {"ignore_eos": True}
+# Tokens of each prompt, or the fewest and the most of a mixture.
+Length = int | tuple[int, int]
 
 
 class LoadTest:
@@ -64,9 +67,10 @@ class LoadTest:
             self.notes.append("the server knows no ignore_eos, so answers end where the model ends them")
             return self.client.complete(prompt, self.new_tokens)
 
-    def run(self, length: int, clients: int, rounds: int) -> dict[str, Any]:
+    def run(self, length: Length, clients: int, rounds: int) -> dict[str, Any]:
         """Measure `clients` at once, each with `rounds` requests; JSON-ready."""
-        prompts = [[self.prompt(length) for _ in range(rounds)] for _ in range(clients)]
+        sizes = iter(_sizes(length, clients * rounds))
+        prompts = [[self.prompt(next(sizes)) for _ in range(rounds)] for _ in range(clients)]
         ready = threading.Barrier(clients)
 
         def one(row: list[list[int]]) -> list[Completed]:
@@ -87,7 +91,7 @@ class LoadTest:
 
 def load_test(
     test: LoadTest,
-    lengths: Sequence[int],
+    lengths: Sequence[Length],
     clients: Sequence[int],
     rounds: int,
     progress: Callable[[str], None],
@@ -97,20 +101,30 @@ def load_test(
 
     Args:
         test: clients of the server.
-        lengths: tokens per prompt.
+        lengths: tokens per prompt, or the fewest and the most: they are spread evenly, in a fixed order.
         clients: numbers of clients.
         rounds: requests per client.
         progress: called with the next measurement.
-        warm: tokens of the warm-up request; None for those of the length measured.
+        warm: tokens of the warm-up request; None for the most of those measured.
     """
     found: dict[str, Any] = {}
     for length in lengths:
-        test.ask(test.prompt(warm or length))
-        found[str(length)] = []
+        name = str(length) if isinstance(length, int) else "-".join(map(str, length))
+        test.ask(test.prompt(warm or max(_sizes(length, 2))))
+        found[name] = []
         for count in clients:
-            progress(f"{length} tokens, {count} client{'s' if count > 1 else ''}")
-            found[str(length)].append(test.run(length, count, rounds))
+            progress(f"{name} tokens, {count} client{'s' if count > 1 else ''}")
+            found[name].append(test.run(length, count, rounds))
             yield found
+
+
+def _sizes(length: Length, count: int) -> list[int]:
+    if isinstance(length, int):
+        return [length] * count
+    fewest, most = length
+    sizes = [fewest + (most - fewest) * number // max(count - 1, 1) for number in range(count)]
+    random.Random(0).shuffle(sizes)
+    return sizes
 
 
 def _summary(found: Sequence[Completed]) -> dict[str, Any]:
