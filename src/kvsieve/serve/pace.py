@@ -19,7 +19,7 @@ from kvsieve.hf.forward.pieces import COUNTS
 
 # Decode passes that estimate how long one takes.
 _PASSES = 9
-# Seconds of a pass that no answer waits for.
+# Seconds of a pass over several chunks.
 _PASS = 4.0
 # Decay of the longest step's time with each further step.
 _FADE = 0.9
