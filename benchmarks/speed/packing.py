@@ -103,9 +103,7 @@ def packed(sieve: Any, sizes: list[int], rounds: int) -> dict[str, Any]:
         "together_s": round(statistics.median(joint for _, joint in times), 4),
         "ratio": round(statistics.median(joint / apart for apart, joint in times), 3),
         "equal_logits": all(torch.equal(a, b) for a, b in zip(alone, joined, strict=True)),
-        "largest_difference": round(
-            max(float((a - b).abs().max()) for a, b in zip(alone, joined, strict=True)), 4
-        ),
+        "largest_difference": round(max(float((a - b).abs().max()) for a, b in zip(alone, joined, strict=True)), 4),
     }
 
 

@@ -131,7 +131,9 @@ def test_nothing_overtakes_a_prompt_whose_owner_has_got_as_many_tokens_as_it_has
     draw = random.Random(1)
     for _ in range(10):
         comes = [STEP * draw.randint(0, 600) for _ in range(30)]
-        prompts = [Prompt(str(n), STEP * draw.randint(1, 60), draw.choice(owners), came) for n, came in enumerate(comes)]
+        prompts = [
+            Prompt(str(n), STEP * draw.randint(1, 60), draw.choice(owners), came) for n, came in enumerate(comes)
+        ]
         ends = prefilled(prompts)
         overtakes = 0
         for one, other in itertools.permutations(prompts, 2):

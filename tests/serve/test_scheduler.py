@@ -170,7 +170,7 @@ def test_prompts_that_come_together_are_prefilled_in_turn_in_long_passes(schedul
 
 def test_a_short_prompt_overtakes_one_in_progress_and_who_leaves_is_not_read(scheduler, model, lone):
     one, plan, begun, tickets = scheduler(start=False), plan_of("full", model), [], []
-    rules, prompts = Sampling(logprobs=0), [prompt(1, 30 * CHUNK), prompt(2, 2 * CHUNK), prompt(3, 3 * CHUNK)]
+    rules, prompts = Sampling(logprobs=0), [prompt(1, 20 * CHUNK), prompt(2, 2 * CHUNK), prompt(3, 3 * CHUNK)]
 
     def others_come(event):
         if not tickets and isinstance(event, AnswerPart) and event.progress and event.progress.done >= CHUNK:

@@ -51,8 +51,8 @@ class ReadingPace:
 
     A prefill consists of steps, parts of a layer over the chunks of a pass. It pauses before a step that would make the
     gap between two tokens of an answer longer than `gap` times a decode pass alone, but only after at least one step.
-    While two prompts wait, that factor is squared, and cubed while more do: with few answers, decode passes are dear, and
-    a prompt that is prefilled sooner joins them. The tokens of an answer do not depend on it.
+    While two prompts wait, that factor is squared, and cubed while more do: a decode pass over few answers takes almost
+    as long as over many. The tokens of an answer do not depend on it.
 
     Args:
         gap: factor by which a prefill may lengthen the gap between tokens; infinite for undivided passes.
