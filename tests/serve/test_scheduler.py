@@ -15,6 +15,7 @@ from kvsieve.hf.attach import attached
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.plans import Plan
 from kvsieve.serve.limits import ServerLimits
+from kvsieve.serve.pace import ReadingPace
 from kvsieve.serve.scheduler import Scheduler
 from kvsieve.serve.ticket import BusyError, Order, Summary, TooLargeError
 from orders import TIMEOUT, Noted, ask, prompt
@@ -126,26 +127,32 @@ def test_a_long_prompt_is_read_between_the_tokens_of_others(scheduler, model):
 def test_a_prompt_that_is_alone_is_read_in_longer_passes_and_whoever_comes_is_served(
     scheduler, model, lone, monkeypatch
 ):
-    one, sizes = scheduler(start=False), []
-    feed = AttachedModel.feed
+    one, sizes, order, plan = scheduler(start=False), [], [], plan_of("full", model)
+    feed, heard = AttachedModel.feed, [Noted(order, "long"), Noted(order, "short")]
+    long, short = prompt(1, 20 * CHUNK + 3), prompt(2, CHUNK)
 
     def noted(self, cache, ids, *args, **kwargs):
+        first_long = ids.shape[1] >= 2 * CHUNK > max(sizes, default=0)
         sizes.append(ids.shape[1])
-        return feed(self, cache, ids, *args, **kwargs)
+        if first_long:
+            one.submit(Order(short, plan, 3, sampling=Sampling(logprobs=0)), heard[1].put)
+        result = feed(self, cache, ids, *args, **kwargs)
+        if first_long:
+            order.append("end of a pass")
+        return result
 
     monkeypatch.setattr(AttachedModel, "feed", noted)
-    long, short = prompt(1, 20 * CHUNK + 3), prompt(2, CHUNK)
-    heard, plan = ask(one, long, plan_of("snapkv", model), 3)[0], plan_of("full", model)
+    one.submit(Order(long, plan_of("snapkv", model), 3, sampling=Sampling(logprobs=0)), heard[0].put)
     one.start()
-    found = heard.ids()
-    assert max(sizes) >= 2 * CHUNK
-    assert found == alone(lone, plan_of("snapkv", model), long, 3)
-    assert ask(one, short, plan, 3)[0].ids() == alone(lone, plan, short, 3)
+    found = [one_heard.ids() for one_heard in heard]
+    monkeypatch.undo()
+    assert order == ["short", "end of a pass", "long"]
+    assert found == [alone(lone, plan_of("snapkv", model), long, 3), alone(lone, plan, short, 3)]
 
 
 def test_prompts_that_come_together_are_prefilled_in_turn_in_long_passes(scheduler, model, lone, monkeypatch):
-    one, plan, sizes, begun = scheduler(start=False), plan_of("snapkv", model), [], []
-    feed = AttachedModel.feed
+    one, plan, sizes, begun, waiting = scheduler(start=False), plan_of("snapkv", model), [], [], []
+    feed, begin = AttachedModel.feed, ReadingPace.begin
 
     def noted(self, cache, ids, *args, **kwargs):
         if not begun:
@@ -153,6 +160,9 @@ def test_prompts_that_come_together_are_prefilled_in_turn_in_long_passes(schedul
         return feed(self, cache, ids, *args, **kwargs)
 
     monkeypatch.setattr(AttachedModel, "feed", noted)
+    monkeypatch.setattr(
+        ReadingPace, "begin", lambda *args, **more: waiting.append(more["prompts"]) or begin(*args, **more)
+    )
     prompts = [prompt(number, CHUNK * chunks) for number, chunks in enumerate((9, 12, 6, 5, 9))]
     heard = [Noted(begun, number) for number in range(5)]
     for ids, one_heard in zip(prompts, heard, strict=True):
@@ -162,6 +172,7 @@ def test_prompts_that_come_together_are_prefilled_in_turn_in_long_passes(schedul
     assert begun == [3, 2, 0, 4, 1]
     # Those that wait do not make the passes of the first one shorter.
     assert max(sizes) >= 2 * CHUNK
+    assert sorted(set(waiting)) == [1, 2, 3, 4, 5] and waiting == sorted(waiting, reverse=True)
     queued = [events[number][-1].queued_s for number in begun]
     assert queued == sorted(queued) and all(each[-1].queued_s < each[-1].ttft_s for each in events)
     monkeypatch.undo()
