@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from attend import AttentionTerms, asking, dense_attention
-from kvsieve.attention import AttentionRequest, FlatEntries, attend
+from kvsieve.attention import (
+    AttentionRequest,
+    DenseEntries,
+    FlatEntries,
+    attend,
+    is_for_token_kernel,
+    next_border,
+)
 from kvsieve.kernels.cpu import token
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="kernels are compiled, and there is no gcc")
@@ -132,3 +139,20 @@ def test_what_it_does_not_compute_is_left_to_torch(calls, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     same(query, keys, values)
     assert calls == []
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("threads", [1, 4])
+def test_tokens_change_their_executor_at_borders_only(dtype, threads, monkeypatch):
+    monkeypatch.setattr(token, "asked_threads", lambda: threads)
+    query = torch.zeros(1, 4, 1, 16, dtype=dtype)
+    keys = torch.zeros(1, 2, 4200, 16, dtype=dtype)
+    bias = torch.zeros(1, 2, 4200, dtype=dtype)
+    for stored in (
+        lambda size: DenseEntries(keys[:, :, :size], keys[:, :, :size]),
+        lambda size: FlatEntries(keys[:, 0, :size], keys[:, 0, :size], bias[:, :, :size], used=size),
+    ):
+        chosen = [is_for_token_kernel(AttentionRequest(asking(query, SCALE), stored(size))) for size in range(1, 4200)]
+        changes = {size for size in range(2, 4200) if chosen[size - 1] != chosen[size - 2]}
+        assert changes <= {next_border(size - 1) for size in changes}
+        assert chosen[0] and (threads == 1 or changes)

@@ -17,6 +17,7 @@ from kvsieve.hf.decode.fused_layers import FusedLayers
 from kvsieve.hf.decode.fused_modules import FusedModules
 from kvsieve.hf.decode.linears import Linears
 from kvsieve.kernels.cpu.decoder_layer import DecoderLayer
+from kvsieve.kernels.cpu.token_pass import TokenPass
 from kvsieve.planning.drafts import as_draft
 from tiny import greedy
 from tiny_models import build
@@ -29,11 +30,15 @@ BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.06}
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Tokens of each call behind attention."""
+    """Tokens of each layer that is computed by compiled calls; one for all layers counts for each."""
     found = []
+    whole = TokenPass.run
     own = DecoderLayer.after_attention
     monkeypatch.setattr(
         DecoderLayer, "after_attention", lambda self, one, x: found.append(x.shape[1]) or own(self, one, x)
+    )
+    monkeypatch.setattr(
+        TokenPass, "run", lambda self, *given: found.extend([1] * len(self.layers)) or whole(self, *given)
     )
     return found
 

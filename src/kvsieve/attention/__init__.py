@@ -12,7 +12,7 @@ from kvsieve.attention.request import (
     Shown,
     Window,
 )
-from kvsieve.attention.table import attend, executors, explain
+from kvsieve.attention.table import attend, executors, explain, is_for_token_kernel, next_border
 
 __all__ = [
     "AttentionRequest",
@@ -31,4 +31,6 @@ __all__ = [
     "attend",
     "executors",
     "explain",
+    "is_for_token_kernel",
+    "next_border",
 ]

@@ -139,9 +139,10 @@ def _token_mask(stored: DenseEntries) -> Tensor | None:
     return mask
 
 
+TOKEN_KERNEL = Executor("C", _why_not_c, _c)
 TOKEN = (
     Executor("Triton", _why_not_triton, _triton),
-    Executor("C", _why_not_c, _c),
+    TOKEN_KERNEL,
     Executor("torch, beside sinks", _why_not_beside_sinks, _beside_sinks),
     Executor("products", _why_not_products, _products),
     Executor("torch", why_not_plain, _torch),

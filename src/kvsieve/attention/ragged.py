@@ -123,10 +123,11 @@ def _parts(batch: int, slots: int, threads: int) -> int:
     return parts
 
 
+FLAT_KERNEL = Executor("C", _why_not_c, _c)
 FLAT = (
     Executor("Triton", _why_not_triton, _triton),
     Executor("C, few tokens", _why_not_few, _few),
-    Executor("C", _why_not_c, _c),
+    FLAT_KERNEL,
     Executor("products", lambda request: "torch's kernel is faster" if request.asked.is_plain else None, _products),
     Executor("torch", why_not_plain, _torch),
 )

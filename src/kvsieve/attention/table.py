@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from kvsieve.attention.dense import TOKEN, prompt_rows
+from kvsieve.attention.dense import TOKEN, TOKEN_KERNEL, prompt_rows
 from kvsieve.attention.latent import Latents, latent_rows
 from kvsieve.attention.masked import SHOWN
 from kvsieve.attention.packed import ENCODED
 from kvsieve.attention.prompt import CHOSEN_BLOCKS
-from kvsieve.attention.ragged import FLAT
+from kvsieve.attention.ragged import FLAT, FLAT_KERNEL
 from kvsieve.attention.reading import ReadRows, read_rows
 from kvsieve.attention.reference import REFERENCE
 from kvsieve.attention.request import (
@@ -35,9 +35,25 @@ from kvsieve.core.kv_rows import Choice, KVRows
 
 def attend(request: AttentionRequest[Any, Any]) -> Tensor:
     """Let the first executor that takes it compute a request: [B, Hq, L, Dv], or [X, G, Dv] for KV rows."""
+    return _chosen(request).run(request)
+
+
+def is_for_token_kernel(request: AttentionRequest[Any, Any]) -> bool:
+    """Return True if a request for one token is computed by the C kernel, which other C code may call, too."""
+    executor = _chosen(request)
+    return executor is TOKEN_KERNEL or executor is FLAT_KERNEL
+
+
+def next_border(entries: int) -> int:
+    """Return the number of entries from which on a token may have another executor: a power of two."""
+    return 1 << entries.bit_length()
+
+
+def _chosen(request: AttentionRequest[Any, Any]) -> Executor:
+    """Return the first executor that takes a request."""
     for executor in executors(request):
         if executor.why_not(request) is None:
-            return executor.run(request)
+            return executor
     raise AssertionError("the reference takes everything")
 
 

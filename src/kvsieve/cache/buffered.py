@@ -56,7 +56,7 @@ class BufferedMemory(LayerMemory):
         return self.buffers()[0].shape[-2]
 
     def has_room(self, tokens: int) -> bool:
-        return self.shared <= self.size <= self.capacity - tokens * self.stride
+        return self._has_room(self.size + tokens * self.stride)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -93,7 +93,7 @@ class BufferedMemory(LayerMemory):
 
     def _has_room(self, end: int) -> bool:
         """Return True if slots up to `end` may be written in these buffers."""
-        return self.shared <= self.size and end <= self.columns["index"].shape[-1]
+        return self.shared <= self.size and end <= self.columns.parts["index"].shape[-1]
 
     def _resize(self, capacity: int) -> None:
         self.columns = self.columns.grown(self.size, capacity)

@@ -256,7 +256,7 @@ def _running(sieve: Sieve, hidden: bool, leaving: Sequence[int], any_plan: bool)
                 "cannot run"
             )
         handles = hooks.install(sieve, hidden=hidden, leaving=leaving, any_plan=any_plan)
-        sieve.engine.install()
+        sieve.engine.install(handle.id for handle in handles)
         sieve.attached = True
         model.generate = with_stats(sieve, sieve.own_generate, functools.partial(setattr, sieve, "last_stats"))
         _log.info("attached %r", sieve)

@@ -13,7 +13,7 @@ import inspect
 import logging
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -114,10 +114,10 @@ class Engine:
         if self._fused is not None:
             self._fused.look()
 
-    def install(self) -> None:
-        """Replace the decoder's forward, if that is useful; `remove` restores it."""
+    def install(self, harmless: Iterable[int] = ()) -> None:
+        """Replace the decoder's forward, if that is useful; `remove` restores it. harmless: see `FusedLayers`."""
         if self._fused is not None:
-            self._fused.install()
+            self._fused.install(harmless)
         if self.records:
             self.decoder.forward = functools.wraps(self._forward)(functools.partial(self._dispatch))
 

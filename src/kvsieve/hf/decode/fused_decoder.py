@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -35,6 +36,7 @@ class FusedDecoder:
 
     def __init__(self, decoder: nn.Module, output: nn.Module | None = None, *, narrow: bool = False) -> None:
         self._linears: Linears | None = None
+        self._layers: FusedLayers | None = None
         self._parts: list[FusedModules | Linears | FusedLayers] = []
         self.modules = self.linear_layers = 0
         modules = None
@@ -56,7 +58,8 @@ class FusedDecoder:
             raise ValueError(message)
         if modules is not None:
             products = {} if self._linears is None else self._linears.by_layer
-            self._parts.append(FusedLayers(decoder, modules.replaced, products))
+            self._layers = FusedLayers(decoder, modules.replaced, products)
+            self._parts.append(self._layers)
         if message:
             _log.info("not all is compiled: %s", message)
 
@@ -70,8 +73,10 @@ class FusedDecoder:
         if self._linears is not None:
             self._linears.look()
 
-    def install(self) -> None:
-        """Let the modules compute in compiled calls."""
+    def install(self, harmless: Iterable[int] = ()) -> None:
+        """Let the modules compute in compiled calls. harmless: see `FusedLayers`."""
+        if self._layers is not None:
+            self._layers.harmless.update(harmless)
         for part in self._parts:
             part.install()
 

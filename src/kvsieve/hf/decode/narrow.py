@@ -24,12 +24,17 @@ _PART = 4
 
 
 class NarrowWeight:
-    """Copy in bfloat16 of a weight, made once it has been multiplied with a few times."""
+    """Copy in bfloat16 of a weight, made once it has been multiplied with a few times.
+
+    Attributes:
+        copy: as the kernel reads it; None for none.
+        nbytes: bytes of the copy.
+    """
 
     def __init__(self) -> None:
         self._version: int | None = None
         self._used = 0
-        self._copy: kernel.Weight | None = None
+        self.copy: kernel.Weight | None = None
         self._sample: Tensor | None = None
         self.nbytes = 0
 
@@ -47,10 +52,15 @@ class NarrowWeight:
         if self._used == _AFTER:
             copy = narrowed(weight.detach())
             if copy is not None:
-                self._copy = kernel.Weight(copy, bias, torch.float32)
+                self.copy = kernel.Weight(copy, bias, torch.float32)
                 self.nbytes = copy.nbytes
                 self._sample = _sample(weight)
-        return self._copy
+        return self.copy
+
+    @property
+    def is_decided(self) -> bool:
+        """True once the weight has been multiplied with so often that there is a copy, if there will be one."""
+        return self._used >= _AFTER
 
     def look(self, weight: Tensor) -> None:
         """Free the copy if a sample of each row and each column of the weight has changed."""
@@ -61,7 +71,7 @@ class NarrowWeight:
         """Free the copy."""
         self._version = None
         self._used = 0
-        self._copy = None
+        self.copy = None
         self._sample = None
         self.nbytes = 0
 

@@ -29,6 +29,11 @@ class Product:
         # Their last address, and the kernel's description of them; None if it cannot read them.
         self._known: tuple[_Place | None, kernel.Weight | None] = None, None
 
+    @property
+    def is_settled(self) -> bool:
+        """True once no copy of the weight is to come."""
+        return self.narrow is None or self.narrow.is_decided
+
     def free(self) -> None:
         """Release all tensors."""
         self._known = None, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,6 +15,20 @@ from kvsieve.hf.forward.request import ModelContext, PassRequest
 from kvsieve.hf.forward.travel import Arguments, Tokens
 from kvsieve.planning.plans import Plan
 from kvsieve.types import Selection, Step, When
+
+
+class ComputedLayers(NamedTuple):
+    """Layers that compiled calls have computed so far in a pass, each from the output of the one before.
+
+    Attributes:
+        count: the layers, from the first one on.
+        output: [B, L, C], of the last of them.
+        angles: rotary tables that all were given.
+    """
+
+    count: int
+    output: Tensor
+    angles: Any
 
 
 @dataclass
@@ -39,6 +53,7 @@ class PassState:
         selection: tokens that a propagator lets pass from the current layer; None for all.
         ahead: tokens of the answer that the same call of the model processes before this pass; see transaction.py.
         reads: counts of the pass's reads; the turn's, unless the pass may be undone.
+        computed: layers computed ahead or in a row; None where a layer ran otherwise.
     """
 
     plan: Plan
@@ -60,6 +75,7 @@ class PassState:
     checks: list[Value] = field(default_factory=list)
     ahead: int = 0
     selection: Selection | None = None
+    computed: ComputedLayers | None = None
 
     def __post_init__(self) -> None:
         self.arguments = Arguments(self.step.num_new)

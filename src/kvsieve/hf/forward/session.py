@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +32,20 @@ from kvsieve.types import AttentionQueries, LayerContext
 @dataclass
 class Session(PassState):
     """The forward pass in progress: its work at each layer."""
+
+    @functools.cached_property
+    def only_appends(self) -> bool:
+        """True for one token of an answer without padding that layers store and attend to all entries with, no more.
+
+        A layer's view, and the form of its entries, may still ask for more.
+        """
+        request = self.request
+        one = type(self) is Session and self.step.phase == "decode" and self.tokens.size == 1
+        if not one or self.step.mask is not None or self.cache.producers:
+            return False
+        plan = self.plan
+        acts = plan.read is not None or plan.codec is not None or self.when.steps is not None
+        return not acts and request.on_layer is None and request.on_leave is None
 
     def attend(self, index: int, layer: StoreLayer, asked: AttentionQueries, key: Tensor, value: Tensor) -> Tensor:
         """Store this pass's keys and values, attend to everything stored, then let the plan reduce the layer."""

@@ -9,7 +9,7 @@ from ctypes import Structure, addressof, c_float, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from kvsieve.kernels.cpu.build import function
+from kvsieve.kernels.cpu.build import address_of, function
 
 # A linear layer for the kernel: addresses of the function, the weight and its bias; whether it is quantized; its width.
 Operand = tuple[int, int, int, int, int]
@@ -46,6 +46,10 @@ class DecoderLayer:
         dim: channels of hidden states.
         head: channels of a head.
         dtype: float32 or bfloat16.
+
+    Attributes:
+        address: of the layer of layers.c.
+        widths: outputs of each linear layer.
     """
 
     def __init__(
@@ -56,10 +60,10 @@ class DecoderLayer:
         self._fields = _LayerFields(
             *(_LinearFields(*linear) for linear in linears), *addresses, *sizes, *(eps for _, eps in norms)
         )
-        self._address = addressof(self._fields)
-        self._dim = dim
-        self._head = head
-        self._widths = tuple(linear[-1] for linear in linears)
+        self.address = addressof(self._fields)
+        self.dim = dim
+        self.head = head
+        self.widths = tuple(linear[-1] for linear in linears)
 
     def before_attention(self, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values [B, H, L, D] of a layer's input.
@@ -71,14 +75,14 @@ class DecoderLayer:
         """
         batch, length, _ = x.shape
         rows = batch * length
-        wide, narrow, last, *_ = self._widths
-        scratch = x.new_empty(rows * (self._dim + max(wide, narrow)))
+        wide, narrow, last, *_ = self.widths
+        scratch = x.new_empty(rows * (self.dim + max(wide, narrow)))
         query, key, value = (
-            x.new_empty(batch, length, width // self._head, self._head) for width in (wide, narrow, last)
+            x.new_empty(batch, length, width // self.head, self.head) for width in (wide, narrow, last)
         )
         _check(
             _kernels()[0](
-                self._address, x.data_ptr(), cosine.data_ptr(), sine.data_ptr(), scratch.data_ptr(), query.data_ptr(),
+                self.address, x.data_ptr(), cosine.data_ptr(), sine.data_ptr(), scratch.data_ptr(), query.data_ptr(),
                 key.data_ptr(), value.data_ptr(), rows, cosine.shape[0] * length, torch.get_num_threads(),
             )
         )  # fmt: skip
@@ -91,12 +95,12 @@ class DecoderLayer:
             attended: [B, L, H, D], what attention returned, contiguous.
             x: [B, L, C], the layer's input, contiguous.
         """
-        rows = x.numel() // self._dim
-        scratch = x.new_empty(rows * (self._dim + 2 * self._widths[4]))
+        rows = x.numel() // self.dim
+        scratch = x.new_empty(rows * (self.dim + 2 * self.widths[4]))
         out = torch.empty_like(x)
         _check(
             _kernels()[1](
-                self._address, attended.data_ptr(), x.data_ptr(), scratch.data_ptr(), out.data_ptr(), rows,
+                self.address, attended.data_ptr(), x.data_ptr(), scratch.data_ptr(), out.data_ptr(), rows,
                 torch.get_num_threads(),
             )
         )  # fmt: skip
@@ -114,4 +118,11 @@ def _kernels() -> tuple[Callable[..., int], Callable[..., int]]:
     return before, function("layers", "after_attention", *(c_void_p,) * 5, *(c_int64,) * 2, returns=c_int64)
 
 
-__all__ = ["DecoderLayer", "Norm", "Operand"]
+@functools.cache
+def kernel_addresses() -> tuple[int, int]:
+    """Return the addresses of the functions before and after attention, for kernels that call them."""
+    before, after = _kernels()
+    return address_of(before), address_of(after)
+
+
+__all__ = ["DecoderLayer", "Norm", "Operand", "kernel_addresses"]

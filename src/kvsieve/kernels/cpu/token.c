@@ -1,4 +1,5 @@
 // Attention of a token, or of the last few, over all entries that are stored, where they lie.
+#include <string.h>
 #include "common.h"
 
 // Entries that are looked at together; query heads of several tokens that are.
@@ -169,4 +170,81 @@ void attend(const Token *job, int64_t threads) {
         if (job->fresh > 1) together(job, b, h, first, some);
         else alone(job, b, h);
     }
+}
+
+// Functions of layers.c.
+typedef int64_t (*Before)(const void *layer, const void *x, const void *cosine, const void *sine, void *scratch,
+                          void *query, void *key, void *value, int64_t rows, int64_t angles, int64_t threads);
+typedef int64_t (*After)(const void *layer, const void *attended, const void *x, void *scratch, void *out, int64_t rows,
+                         int64_t threads);
+
+// A decoder layer, of layers.c, and its stored entries, which a token's join.
+typedef struct {
+    const void *layer;
+    Token job;       // `size` of the entries without the token
+    int32_t *index;  // token index of each entry, in the order of the keys
+    int64_t stride;  // slots that a token takes: one for all heads, or one for each, side by side
+    int64_t written; // the marks' slots that are read are multiples of it
+} Stored;
+
+// A token of each row through several layers.
+typedef struct {
+    Before before;
+    After after;
+    Stored *layers;
+    const void *cosine, *sine; // [angles, dim of a head]
+    void *scratch;             // for each row: four times `wide`, `dim`, and what a layer needs
+    int64_t count, dim, wide;  // layers; channels of hidden states; the most that queries and values have
+    int64_t angles, index;     // index: of the token
+} Pass;
+
+// Of each head's marks, those of a new token: its own slot is seen, others are not, nor those behind them.
+INLINE void mark(const Stored *stored) {
+    const Token *job = &stored->job;
+    int64_t size = job->size, end = size + stored->stride;
+    end = (end + stored->written - 1) / stored->written * stored->written;
+    for (int64_t b = 0; b < job->batch; b++)
+        for (int64_t h = 0; h < job->heads; h++) {
+            int64_t at = b * job->seen_row + h * job->seen_head;
+            for (int64_t t = size; t < end; t++)
+                if (job->item == 2) ((uint16_t *)job->seen)[at + t] = t - size == h ? 0 : 0xff7f;
+                else ((uint32_t *)job->seen)[at + t] = t - size == h ? 0 : 0xff7fffff;
+        }
+}
+
+// Store a token's key and value [batch, heads, dim].
+static void add_entry(const Stored *stored, const char *key, const char *value, int64_t index) {
+    const Token *job = &stored->job;
+    int64_t bytes = job->dim * (job->half ? 2 : 4), apart = stored->stride > 1;
+    for (int64_t b = 0; b < job->batch; b++)
+        for (int64_t h = 0; h < job->heads; h++) {
+            int64_t from = (b * job->heads + h) * bytes, to = b * job->row + h * (job->head + apart) + job->size;
+            memcpy((char *)job->keys + to * bytes, key + from, (size_t)bytes);
+            memcpy((char *)job->values + to * bytes, value + from, (size_t)bytes);
+            stored->index[to] = (int32_t)index;
+        }
+    if (job->seen) mark(stored);
+}
+
+// x [rows, dim] becomes the output of the last layer, in `out`; 0: there is no memory. Layers have equally many rows.
+int64_t through_layers(const Pass *pass, const void *x, void *out, int64_t threads) {
+    int64_t rows = pass->layers->job.batch, bytes = pass->layers->job.half ? 2 : 4;
+    int64_t wide = rows * pass->wide * bytes;
+    char *query = pass->scratch, *key = query + wide, *value = key + wide, *attended = value + wide;
+    char *other = attended + wide, *scratch = other + rows * pass->dim * bytes;
+    for (int64_t i = 0; i < pass->count; i++) {
+        Stored *stored = pass->layers + i;
+        Token *job = &stored->job;
+        void *to = (pass->count - i) % 2 ? out : other;
+        if (!pass->before(stored->layer, x, pass->cosine, pass->sine, scratch, query, key, value, rows, pass->angles,
+                          threads))
+            return 0;
+        add_entry(stored, key, value, pass->index);
+        job->size += stored->stride;
+        job->query = query, job->out = attended;
+        attend(job, threads);
+        if (!pass->after(stored->layer, attended, x, scratch, to, rows, threads)) return 0;
+        x = to;
+    }
+    return 1;
 }

@@ -17,7 +17,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 _LONG = 1024
 
 
-class _TokenFields(Structure):
+class TokenFields(Structure):
     """The job of token.c."""
 
     _fields_ = (
@@ -69,7 +69,7 @@ def token_attention(
         [B, Hq, 1, D].
     """
     batch, heads, size, dim = keys.shape
-    fields = _TokenFields(row=keys.stride(0) // dim, head=keys.stride(1) // dim, newest=1)
+    fields = TokenFields(row=keys.stride(0) // dim, head=keys.stride(1) // dim, newest=1)
     if valid is not None:
         fields.item, fields.seen, fields.seen_row = 1, valid.data_ptr(), valid.stride(0)
         fields.seen_head = valid.stride(1) if valid.shape[1] > 1 else 0
@@ -93,13 +93,13 @@ def ragged_token_attention(
         [B, Hq, L, D]; 0 where a query sees nothing.
     """
     batch, heads, slots = bias.shape
-    fields = _TokenFields(row=keys.stride(0) // keys.shape[2], item=bias.element_size(), seen=bias.data_ptr())
+    fields = TokenFields(row=keys.stride(0) // keys.shape[2], item=bias.element_size(), seen=bias.data_ptr())
     fields.seen_row, fields.seen_head, fields.apart = bias.stride(0), bias.stride(1), heads
     return _run(fields, query, keys, values, (batch, heads, slots if used is None else used), scale)
 
 
 def _run(
-    fields: _TokenFields, query: Tensor, keys: Tensor, values: Tensor, shape: tuple[int, ...], scale: float
+    fields: TokenFields, query: Tensor, keys: Tensor, values: Tensor, shape: tuple[int, ...], scale: float
 ) -> Tensor:
     query = query.contiguous()
     out = torch.empty_like(query)
@@ -118,4 +118,4 @@ def _kernel() -> Callable[..., None]:
     return function("token", "attend")
 
 
-__all__ = ["built", "ragged_token_attention", "token_attention", "why_not"]
+__all__ = ["TokenFields", "built", "ragged_token_attention", "token_attention", "why_not"]

@@ -1,0 +1,218 @@
+"""One token through all layers of a decoder in one compiled call, from the first layer's input to the last one's output.
+
+The first layer computes all of them, the others return what they are given. That is so if each layer does nothing but
+append the token's entry and attend to all of its entries by the C kernel, and nobody looks at the layers or what is in
+them. Any other token passes layer by layer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from kvsieve.attention import AttentionRequest, is_for_token_kernel, next_border
+from kvsieve.cache.lanes import LANES
+from kvsieve.errors import UnsupportedModelError
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.counts import Reads
+from kvsieve.hf.cache.layer import SieveLayer
+from kvsieve.hf.compat import CACHE, CACHE_NAMES
+from kvsieve.hf.decode.layer_parts import LayerParts
+from kvsieve.hf.decode.watch import Weights, Wiring
+from kvsieve.hf.forward.pass_state import ComputedLayers
+from kvsieve.hf.forward.session import Session
+from kvsieve.hf.forward.sparse_read import count_all, stored_entries
+from kvsieve.kernels.cpu import cores
+from kvsieve.kernels.cpu.decoder_layer import DecoderLayer
+from kvsieve.kernels.cpu.token_pass import TokenPass
+from kvsieve.types import AttentionQueries
+
+# Arguments of a layer that a token's way through all of them knows.
+_KNOWN = frozenset(("attention_mask", "position_embeddings", "position_ids", "use_cache", *CACHE_NAMES))
+# Tokens after which the table is asked again: where it has chosen another executor, and at most.
+_LATER = 64
+_MOST = 4096
+
+
+@dataclass(eq=False)
+class _Choice:
+    """The table's choice for some tokens of a turn.
+
+    Attributes:
+        reads: counts of the turn's reads, which are its own.
+        threads: CPU threads that were counted on.
+        start: columns fed before the first of these tokens.
+        end: columns fed before the first token after them.
+        way: of such a token; None if layers attend otherwise.
+    """
+
+    reads: Reads
+    threads: int
+    start: int
+    end: int
+    way: TokenPass | None
+
+
+class TokenLayers:
+    """Layers of a decoder that a token passes in one call.
+
+    Args:
+        layers: all of the decoder's, in order.
+        parts: of the layers.
+
+    Attributes:
+        linked: True once the decoder was seen to give each layer the output of the one before.
+    """
+
+    def __init__(self, layers: nn.ModuleList, parts: Sequence[LayerParts]) -> None:
+        self.linked = False
+        self.count = len(parts)
+        self._layers = layers
+        self._parts = parts
+        self._wiring: Wiring | None = None
+        self._weights: Weights | None = None
+        self._kernels: list[DecoderLayer] = []
+        self._choices: weakref.WeakKeyDictionary[SieveCache, _Choice] = weakref.WeakKeyDictionary()
+
+    def install(self, harmless: set[int]) -> None:
+        """Note how modules are wired, with the layers' forwards in place. harmless: see `Wiring`."""
+        inside = [part.wiring for part in self._parts]
+        facts = [
+            *((self._layers._modules, name, layer) for name, layer in self._layers._modules.items()),
+            *((layer.__dict__, "forward", layer.forward) for layer in self._layers),
+            *(part.scaling for part in self._parts),
+        ]
+        hooks = [found for layer in self._layers for found in (layer._forward_hooks, layer._forward_pre_hooks)]
+        facts += chain(*(wiring.facts for wiring in inside))
+        self._wiring = Wiring(facts, [*hooks, *chain(*(wiring.hooks for wiring in inside))], harmless)
+
+    def remove(self) -> None:
+        """Forget all."""
+        self._wiring = self._weights = None
+        self._choices.clear()
+
+    def run(self, session: Session, hidden: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
+        """Return the last layer's output, or None if the token must pass layer by layer.
+
+        Args:
+            session: the pass.
+            hidden: [B, 1, C], the first layer's input.
+            kwargs: its other arguments.
+        """
+        if not (self.linked and session.only_appends and _KNOWN.issuperset(kwargs)):
+            return None
+        angles = kwargs.get("position_embeddings")
+        cache = session.cache
+        if angles is None or kwargs.get(CACHE) is not cache or kwargs.get("attention_mask") is not None:
+            return None
+        if not self._parts[0].takes(hidden, *angles) or not self._are_ready():
+            return None
+        way = self._way(session, hidden)
+        if way is None:
+            return None
+        stores = []
+        for number, layer in enumerate(cast("list[SieveLayer]", cache.all_layers)):
+            store = layer.store
+            if layer.view is not None or store.is_encoded or not store.has_room(1):
+                return None
+            if not way.place(number, store.tensors, store.next_slot):
+                return None
+            stores.append(store)
+        cores.look()
+        output = way.run(hidden, *angles, session.step.start)
+        for store in stores:
+            store.advance_host_length()
+            count_all(store, session.reads)
+        session.computed = ComputedLayers(self.count, output, angles)
+        return output
+
+    def note(self, session: Session, number: int, given: Tensor, kwargs: Mapping[str, Any], output: Tensor) -> None:
+        """Note that a layer was computed alone, to see whether the decoder does nothing between layers."""
+        angles = kwargs.get("position_embeddings")
+        before = session.computed
+        follows = before is not None and before.count == number and before.output is given and before.angles is angles
+        session.computed = ComputedLayers(number + 1, output, angles) if follows or not number else None
+        self.linked = session.computed is not None and number + 1 == self.count
+
+    def _are_ready(self) -> bool:
+        """Return True if nobody has changed or looks at a module, with the layers' weights as they are now."""
+        if self._wiring is None or not self._wiring.hold():
+            return False
+        if self._weights is not None and self._weights.hold():
+            return True
+        self._choices.clear()
+        self._weights = None
+        kernels = [part.kernel() for part in self._parts]
+        weights = [part.weights for part in self._parts]
+        if any(part is None for part in (*kernels, *weights)):
+            return False
+        self._kernels = cast("list[DecoderLayer]", kernels)
+        self._weights = Weights.joined(cast("list[Weights]", weights))
+        return True
+
+    def _way(self, session: Session, hidden: Tensor) -> TokenPass | None:
+        """Return the way of this token, or None if the table lets a layer attend by another executor."""
+        # The first token of a turn passes layer by layer, and the executors are noted.
+        if len(session.reads.executors) < self.count:
+            return None
+        known = self._choices.get(session.cache)
+        start = session.step.start
+        threads = cores.asked_threads()
+        if known is None or known.reads is not session.reads or known.threads != threads:
+            known = None
+        if known is None or not known.start <= start < known.end:
+            known = self._choices[session.cache] = self._asked(session, hidden, threads)
+        return known.way
+
+    def _asked(self, session: Session, hidden: Tensor, threads: int) -> _Choice:
+        """Ask the table about the next tokens."""
+        start = session.step.start
+        layers = session.cache.sieve_layers
+        refused = _Choice(session.reads, threads, start, start + _LATER, None)
+        if len(layers) != self.count or any(layer.is_latent or layer.has_state for layer in layers.values()):
+            return refused
+        tokens = _MOST
+        scales = [part.scale for part in self._parts]
+        for layer, kernel, scale in zip(layers.values(), self._kernels, scales, strict=True):
+            store = layer.store
+            if store.is_encoded:
+                return refused
+            query = hidden.new_empty(len(hidden), kernel.widths[0] // kernel.head, 1, kernel.head)
+            request: AttentionRequest[Any, None] = AttentionRequest(
+                AttentionQueries(query, scale), stored_entries(store)
+            )
+            if not is_for_token_kernel(request):
+                return refused
+            slots = store.next_slot
+            unread = LANES if store.is_ragged else 1
+            tokens = min(tokens, (next_border(slots) - unread - slots) // store.stride)
+        if tokens <= 0:
+            return _Choice(session.reads, threads, start, start + 1, None)
+        way = TokenPass(self._kernels, scales, len(hidden), hidden.dtype, LANES)
+        return _Choice(session.reads, threads, start, start + tokens, way)
+
+
+def computed_before(session: Session, number: int, given: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the output of layer `number` if that is what it is given, since another layer has computed all.
+
+    Raises:
+        UnsupportedModelError: the layer is given something else.
+    """
+    computed = session.computed
+    if computed is None or computed.count <= number:
+        return None
+    if computed.output is not given or computed.angles is not kwargs.get("position_embeddings"):
+        raise UnsupportedModelError(
+            f"the decoder has given layer {number} another input than the layer before returned, which it did not do "
+            "before: attach with decode='eager'"
+        )
+    return given
+
+
+__all__ = ["TokenLayers", "computed_before"]

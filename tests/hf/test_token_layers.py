@@ -1,0 +1,213 @@
+"""A token that passes all layers in one call: the same, bit for bit, as layer by layer, and only where nobody looks."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import kvsieve
+from in_blocks import quantized
+from kvsieve.errors import UnsupportedModelError
+from kvsieve.hf.decode.token_layers import TokenLayers, computed_before
+from kvsieve.hf.forward.pass_state import ComputedLayers
+from kvsieve.kernels.cpu.token_pass import TokenPass
+from tiny import greedy, padded_prompt, tiny_prompt
+from tiny_models import build
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("gcc") is None, reason="kernels are compiled, and there is no gcc"),
+    pytest.mark.filterwarnings("ignore::kvsieve.errors.KvsieveWarning"),
+]
+PROMPT = tiny_prompt(size=90)
+NEW = 8
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Columns before each token that took the one call."""
+    found = []
+    own = TokenPass.run
+    monkeypatch.setattr(TokenPass, "run", lambda self, *given: found.append(given[-1]) or own(self, *given))
+    return found
+
+
+@contextlib.contextmanager
+def layer_by_layer():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TokenLayers, "run", lambda *_: None)
+        yield
+
+
+def answered(model, plan, ids=PROMPT, mask=None, new=NEW, **options):
+    """Return the result of `generate`, with logits."""
+    with kvsieve.attach(model, plan, decode="fused") as sieve:
+        return sieve.generate(
+            ids, mask, **greedy(max_new_tokens=new), output_logits=True, return_dict_in_generate=True, **options
+        )
+
+
+def entries(cache):
+    """What the layers store."""
+    return [
+        (layer.store.keys, layer.store.values, layer.store.index, layer.store.valid, layer.store.lengths)
+        for layer in cache.layers
+    ]
+
+
+def assert_same(found, wanted):
+    for one, other in zip(found.output.logits, wanted.output.logits, strict=True):
+        assert torch.equal(one, other)
+    for parts, others in zip(entries(found.cache), entries(wanted.cache), strict=True):
+        for part, other in zip(parts, others, strict=True):
+            assert torch.equal(part, other) if isinstance(part, torch.Tensor) else part == other
+    assert found.stats.executors == wanted.stats.executors
+    assert found.stats.traffic == wanted.stats.traffic
+    assert found.cache.num_seen == wanted.cache.num_seen
+
+
+PLANS = {
+    "full": kvsieve.plan("full"),
+    "snapkv": kvsieve.plan("snapkv", budget=40, window=4),
+    "pyramidkv": kvsieve.plan("pyramidkv", budget=40, window=4),
+    "adakv": kvsieve.plan("adakv", budget=40, window=4),
+    "fastkv": kvsieve.plan("fastkv", budget=40, window=4, tsp_layer=1, tsp_rate=0.5),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", PLANS)
+def test_tokens_and_entries_are_those_of_one_layer_after_another(name, dtype, passes):
+    model = build("qwen2", dtype=dtype)
+    found = answered(model, PLANS[name])
+    # The first token shows which executors the layers have.
+    assert passes == list(range(91, 90 + NEW - 1))
+    with layer_by_layer():
+        wanted = answered(model, PLANS[name])
+    assert_same(found, wanted)
+    assert found.stats.executors["answer"].keys() == {"C"}
+
+
+def test_rows_and_weights_in_blocks_and_norms_of_heads_take_it(passes):
+    blocks, _ = quantized(build("qwen3"))
+    ids = tiny_prompt(3, 50)
+    found = answered(blocks, PLANS["snapkv"], ids)
+    assert len(passes) == NEW - 2
+    with layer_by_layer():
+        assert_same(found, answered(blocks, PLANS["snapkv"], ids))
+
+
+OTHERWISE = {
+    "codec": kvsieve.plan("kivi", bits=4),
+    "reader": kvsieve.plan("quest", budget=40, page=4),
+    "acts while decoding": kvsieve.plan("snapkv", budget=40, window=4, every=3),
+    "view": kvsieve.plan("perturn", budget=40),
+}
+
+
+@pytest.mark.parametrize("plan", OTHERWISE.values(), ids=OTHERWISE)
+def test_plans_that_do_more_to_a_token_pass_layer_by_layer(plan, passes):
+    answered(build("llama"), plan)
+    assert passes == []
+
+
+def test_padding_windows_and_drafts_pass_layer_by_layer(passes):
+    ids, mask = padded_prompt(50, 7)
+    answered(build("llama"), PLANS["full"], ids, mask)
+    answered(build("mistral", sliding_window=16), PLANS["full"])
+    assert passes == []
+
+
+def test_buffers_that_grow_take_one_token_alone(passes):
+    model = build("llama")
+    logits = []
+    for alone in (False, True):
+        with contextlib.ExitStack() as stack:
+            if alone:
+                stack.enter_context(layer_by_layer())
+            sieve = stack.enter_context(kvsieve.attach(model, kvsieve.plan("full"), decode="fused"))
+            cache = sieve.prefill(PROMPT)
+            tokens = tiny_prompt(size=70, seed=1).split(1, 1)
+            logits.append(torch.cat([sieve.feed(cache, token, None, logits=1).logits for token in tokens]))
+            assert cache.sieve_layers[0].store.size == 160
+    assert torch.equal(*logits)
+    left_out = set(range(91, 160)) - set(passes)
+    assert 1 <= len(left_out) <= 4 and 90 not in passes
+
+
+def test_tokens_taken_back_leave_no_trace(passes):
+    model = build("llama")
+    with kvsieve.attach(model, PLANS["adakv"], decode="fused") as sieve:
+        one = sieve.prefill(PROMPT)
+        other = sieve.prefill(PROMPT)
+        tokens = tiny_prompt(size=6, seed=1).split(1, 1)
+        for token in tokens[:4]:
+            sieve.feed(one, token, None, logits=1)
+        one.crop(-3)
+        copy = one.fork(share=True)
+        for token in (tokens[0], *tokens[4:]):
+            wanted = sieve.feed(other, token, None, logits=1).logits
+        for token in tokens[4:]:
+            found = sieve.feed(one, token, None, logits=1).logits
+        assert torch.equal(found, wanted)
+        assert [parts[4] for parts in entries(one)] == [parts[4] for parts in entries(other)]
+        # A copy on the same buffers keeps its own.
+        assert copy.num_seen == 91 and one.num_seen == other.num_seen == 93
+        for token in tokens[4:]:
+            found = sieve.feed(copy, token, None, logits=1).logits
+        assert torch.equal(found, wanted)
+    assert passes
+
+
+def test_hooks_of_others_see_every_layer(passes):
+    model = build("llama")
+    seen = []
+    with kvsieve.attach(model, kvsieve.plan("full"), decode="fused") as sieve:
+        cache = sieve.prefill(PROMPT)
+        tokens = tiny_prompt(size=5, seed=1).split(1, 1)
+        for number, token in enumerate(tokens):
+            handles = []
+            if number == 2:
+                layers = model.model.layers
+                handles = [layer.register_forward_hook(lambda *given: seen.append(given[2])) for layer in layers]
+            sieve.feed(cache, token, None, logits=1)
+            for handle in handles:
+                handle.remove()
+    assert passes == [91, 93, 94]
+    assert len(seen) == 4 and not any(torch.equal(seen[0], other) for other in seen[1:])
+
+
+def test_a_decoder_that_changes_what_passes_between_layers_is_left_alone():
+    hidden = [torch.zeros(1, 1, 4) for _ in range(3)]
+    angles = {"position_embeddings": (torch.zeros(1), torch.zeros(1))}
+    session = SimpleNamespace(computed=None)
+    way = TokenLayers(torch.nn.ModuleList(), [None, None])
+    way.note(session, 0, hidden[0], angles, hidden[1])
+    way.note(session, 1, hidden[1] * 2, angles, hidden[2])
+    assert not way.linked
+    way.note(session, 0, hidden[0], angles, hidden[1])
+    way.note(session, 1, hidden[1], angles, hidden[2])
+    assert way.linked
+    session.computed = ComputedLayers(2, hidden[2], angles["position_embeddings"])
+    assert computed_before(session, 1, hidden[2], angles) is hidden[2]
+    with pytest.raises(UnsupportedModelError, match="another input"):
+        computed_before(session, 1, hidden[1], angles)
+
+
+def test_nothing_of_a_cache_is_held(passes):
+    """The entries that tokens were computed on are freed with their cache."""
+    import gc
+    import weakref
+
+    with kvsieve.attach(build("llama"), kvsieve.plan("full"), decode="fused") as sieve:
+        cache = sieve.prefill(PROMPT)
+        for token in (5, 6, 7):
+            sieve.feed(cache, torch.tensor([[token]]), None, logits=1)
+        buffers = weakref.ref(cache.sieve_layers[0].store.tensors[0])
+        whole = weakref.ref(cache)
+        del cache
+        gc.collect()
+        assert passes and buffers() is None and whole() is None
