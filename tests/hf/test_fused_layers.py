@@ -13,11 +13,11 @@ from torch import nn
 import kvsieve
 from in_blocks import quantized
 from kvsieve.decoding.loop import feed_rows
+from kvsieve.hf.decode import token_layers
 from kvsieve.hf.decode.fused_layers import FusedLayers
 from kvsieve.hf.decode.fused_modules import FusedModules
 from kvsieve.hf.decode.linears import Linears
 from kvsieve.kernels.cpu.decoder_layer import DecoderLayer
-from kvsieve.kernels.cpu.token_pass import TokenPass
 from kvsieve.planning.drafts import as_draft
 from tiny import greedy
 from tiny_models import build
@@ -32,13 +32,13 @@ BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.06}
 def calls(monkeypatch):
     """Tokens of each layer that is computed by compiled calls; one for all layers counts for each."""
     found = []
-    whole = TokenPass.run
+    whole = token_layers.through_layers
     own = DecoderLayer.after_attention
     monkeypatch.setattr(
         DecoderLayer, "after_attention", lambda self, one, x: found.append(x.shape[1]) or own(self, one, x)
     )
     monkeypatch.setattr(
-        TokenPass, "run", lambda self, *given: found.extend([1] * len(self.layers)) or whole(self, *given)
+        token_layers, "through_layers", lambda *given: found.extend([1] * len(given[3][0].layers)) or whole(*given)
     )
     return found
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from kvsieve.attention import AttentionRequest, is_for_token_kernel, next_border
@@ -26,11 +25,12 @@ from kvsieve.hf.compat import CACHE, CACHE_NAMES
 from kvsieve.hf.decode.layer_parts import LayerParts
 from kvsieve.hf.decode.watch import Weights, Wiring
 from kvsieve.hf.forward.pass_state import ComputedLayers
+from kvsieve.hf.forward.rows import RowsSession
 from kvsieve.hf.forward.session import Session
 from kvsieve.hf.forward.sparse_read import count_all, stored_entries
 from kvsieve.kernels.cpu import cores
 from kvsieve.kernels.cpu.decoder_layer import DecoderLayer
-from kvsieve.kernels.cpu.token_pass import TokenPass
+from kvsieve.kernels.cpu.token_pass import TokenEntries, through_layers
 from kvsieve.types import AttentionQueries
 
 # Arguments of a layer that a token's way through all of them knows.
@@ -49,18 +49,18 @@ class _Choice:
         threads: CPU threads that were counted on.
         start: columns fed before the first of these tokens.
         end: columns fed before the first token after them.
-        way: of such a token; None if layers attend otherwise.
+        entries: of the cache, which the tokens join; None if layers attend otherwise.
     """
 
     reads: Reads
     threads: int
     start: int
     end: int
-    way: TokenPass | None
+    entries: TokenEntries | None
 
 
 class TokenLayers:
-    """Layers of a decoder that a token passes in one call.
+    """Layers of a decoder that a token passes in one call, or a token of each of several caches together.
 
     Args:
         layers: all of the decoder's, in order.
@@ -105,30 +105,25 @@ class TokenLayers:
             hidden: [B, 1, C], the first layer's input.
             kwargs: its other arguments.
         """
-        if not (self.linked and session.only_appends and _KNOWN.issuperset(kwargs)):
-            return None
         angles = kwargs.get("position_embeddings")
-        cache = session.cache
-        if angles is None or kwargs.get(CACHE) is not cache or kwargs.get("attention_mask") is not None:
+        rows = _rows_of(session, kwargs.get(CACHE)) if self.linked else ()
+        if not rows or angles is None or kwargs.get("attention_mask") is not None or not _KNOWN.issuperset(kwargs):
             return None
-        if not self._parts[0].takes(hidden, *angles) or not self._are_ready():
+        if not self._parts[0].takes(hidden, *angles) or hidden.shape[1] != 1 or not self._are_ready():
             return None
-        way = self._way(session, hidden)
-        if way is None:
-            return None
-        stores = []
-        for number, layer in enumerate(cast("list[SieveLayer]", cache.all_layers)):
-            store = layer.store
-            if layer.view is not None or store.is_encoded or not store.has_room(1):
+        batch = len(hidden) // len(rows)
+        caches = []
+        for row in rows:
+            entries = self._entries(row, hidden.new_empty(batch, 0))
+            if entries is None or entries.batch != batch or not _placed(row.cache, entries):
                 return None
-            if not way.place(number, store.tensors, store.next_slot):
-                return None
-            stores.append(store)
+            caches.append(entries)
         cores.look()
-        output = way.run(hidden, *angles, session.step.start)
-        for store in stores:
-            store.advance_host_length()
-            count_all(store, session.reads)
+        output = through_layers(hidden, *angles, caches, [row.step.start for row in rows])
+        for row in rows:
+            for layer in cast("list[SieveLayer]", row.cache.all_layers):
+                layer.store.advance_host_length()
+                count_all(layer.store, row.reads)
         session.computed = ComputedLayers(self.count, output, angles)
         return output
 
@@ -156,8 +151,11 @@ class TokenLayers:
         self._weights = Weights.joined(cast("list[Weights]", weights))
         return True
 
-    def _way(self, session: Session, hidden: Tensor) -> TokenPass | None:
-        """Return the way of this token, or None if the table lets a layer attend by another executor."""
+    def _entries(self, session: Session, hidden: Tensor) -> TokenEntries | None:
+        """Return the entries that a token joins, or None if the table lets a layer attend by another executor.
+
+        hidden: of the dtype and the rows of the token.
+        """
         # The first token of a turn passes layer by layer, and the executors are noted.
         if len(session.reads.executors) < self.count:
             return None
@@ -168,7 +166,7 @@ class TokenLayers:
             known = None
         if known is None or not known.start <= start < known.end:
             known = self._choices[session.cache] = self._asked(session, hidden, threads)
-        return known.way
+        return known.entries
 
     def _asked(self, session: Session, hidden: Tensor, threads: int) -> _Choice:
         """Ask the table about the next tokens."""
@@ -194,8 +192,32 @@ class TokenLayers:
             tokens = min(tokens, (next_border(slots) - unread - slots) // store.stride)
         if tokens <= 0:
             return _Choice(session.reads, threads, start, start + 1, None)
-        way = TokenPass(self._kernels, scales, len(hidden), hidden.dtype, LANES)
-        return _Choice(session.reads, threads, start, start + tokens, way)
+        entries = TokenEntries(self._kernels, scales, len(hidden), hidden.dtype, LANES)
+        return _Choice(session.reads, threads, start, start + tokens, entries)
+
+
+def _rows_of(session: Session, cache: Any) -> Sequence[Session]:
+    """Return the passes of the caches of a pass, each over one token that layers only append; none for others.
+
+    cache: as given to layers.
+    """
+    rows = [session]
+    if isinstance(session, RowsSession):
+        rows = session.rows if cache is session.together and session.widths is None else []
+    elif cache is not session.cache:
+        return ()
+    return rows if all([row.only_appends for row in rows]) else ()
+
+
+def _placed(cache: SieveCache, entries: TokenEntries) -> bool:
+    """Return True if a token can join the entries of every layer as these now are."""
+    for number, layer in enumerate(cast("list[SieveLayer]", cache.all_layers)):
+        store = layer.store
+        if layer.view is not None or store.is_encoded or not store.has_room(1):
+            return False
+        if not entries.place(number, store.tensors, store.next_slot):
+            return False
+    return True
 
 
 def computed_before(session: Session, number: int, given: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:

@@ -187,15 +187,22 @@ typedef struct {
     int64_t written; // the marks' slots that are read are multiples of it
 } Stored;
 
+// Caches whose tokens pass together.
+typedef struct {
+    Stored *layers;
+    int64_t index; // token index of the token of each row
+} Rows;
+
 // A token of each row through several layers.
 typedef struct {
     Before before;
     After after;
-    Stored *layers;
+    const Rows *caches;
     const void *cosine, *sine; // [angles, dim of a head]
     void *scratch;             // for each row: four times `wide`, `dim`, and what a layer needs
-    int64_t count, dim, wide;  // layers; channels of hidden states; the most that queries and values have
-    int64_t angles, index;     // index: of the token
+    int64_t number, count;     // caches; layers
+    int64_t rows, dim, wide;   // rows of all caches; channels of hidden states; the most that queries and values have
+    int64_t angles, half;
 } Pass;
 
 // Of each head's marks, those of a new token: its own slot is seen, others are not, nor those behind them.
@@ -226,24 +233,33 @@ static void add_entry(const Stored *stored, const char *key, const char *value, 
     if (job->seen) mark(stored);
 }
 
-// x [rows, dim] becomes the output of the last layer, in `out`; 0: there is no memory. Layers have equally many rows.
-int64_t through_layers(const Pass *pass, const void *x, void *out, int64_t threads) {
-    int64_t rows = pass->layers->job.batch, bytes = pass->layers->job.half ? 2 : 4;
-    int64_t wide = rows * pass->wide * bytes;
-    char *query = pass->scratch, *key = query + wide, *value = key + wide, *attended = value + wide;
-    char *other = attended + wide, *scratch = other + rows * pass->dim * bytes;
-    for (int64_t i = 0; i < pass->count; i++) {
-        Stored *stored = pass->layers + i;
+// A layer's entries of all caches: the tokens' are added, and their queries attend.
+static void attend_stored(const Pass *pass, int64_t layer, char *query, const char *key, const char *value,
+                          char *attended, int64_t threads) {
+    for (int64_t c = 0; c < pass->number; c++) {
+        Stored *stored = pass->caches[c].layers + layer;
         Token *job = &stored->job;
-        void *to = (pass->count - i) % 2 ? out : other;
-        if (!pass->before(stored->layer, x, pass->cosine, pass->sine, scratch, query, key, value, rows, pass->angles,
-                          threads))
-            return 0;
-        add_entry(stored, key, value, pass->index);
+        int64_t entries = job->batch * job->heads * job->dim * (job->half ? 2 : 4), queries = entries * job->groups;
+        add_entry(stored, key, value, pass->caches[c].index);
         job->size += stored->stride;
         job->query = query, job->out = attended;
         attend(job, threads);
-        if (!pass->after(stored->layer, attended, x, scratch, to, rows, threads)) return 0;
+        key += entries, value += entries, query += queries, attended += queries;
+    }
+}
+
+// x [rows, dim] becomes the output of the last layer, in `out`; 0: there is no memory.
+int64_t through_layers(const Pass *pass, const void *x, void *out, int64_t threads) {
+    int64_t rows = pass->rows, bytes = pass->half ? 2 : 4, wide = rows * pass->wide * bytes;
+    char *query = pass->scratch, *key = query + wide, *value = key + wide, *attended = value + wide;
+    char *other = attended + wide, *scratch = other + rows * pass->dim * bytes;
+    for (int64_t i = 0; i < pass->count; i++) {
+        const void *layer = pass->caches->layers[i].layer;
+        void *to = (pass->count - i) % 2 ? out : other;
+        if (!pass->before(layer, x, pass->cosine, pass->sine, scratch, query, key, value, rows, pass->angles, threads))
+            return 0;
+        attend_stored(pass, i, query, key, value, attended, threads);
+        if (!pass->after(layer, attended, x, scratch, to, rows, threads)) return 0;
         x = to;
     }
     return 1;

@@ -1,4 +1,4 @@
-"""Python interface of the C kernel for a token's way through several decoder layers and their stored entries."""
+"""Python interface of the C kernel for tokens' way through several decoder layers and their stored entries."""
 
 from __future__ import annotations
 
@@ -23,17 +23,23 @@ class _StoredFields(Structure):
     )
 
 
+class _RowsFields(Structure):
+    """The `Rows` of token.c."""
+
+    _fields_ = (("layers", c_void_p), ("index", c_int64))
+
+
 class _PassFields(Structure):
     """The `Pass` of token.c."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("before", "after", "layers", "cosine", "sine", "scratch")),
-        *((name, c_int64) for name in ("count", "dim", "wide", "angles", "index")),
+        *((name, c_void_p) for name in ("before", "after", "caches", "cosine", "sine", "scratch")),
+        *((name, c_int64) for name in ("number", "count", "rows", "dim", "wide", "angles", "half")),
     )
 
 
-class TokenPass:
-    """Way of a token of each row through decoder layers, each of which stores it and attends to all of its entries.
+class TokenEntries:
+    """Entries of all layers of a cache, which a token of each row joins and attends to.
 
     Args:
         layers: in order; the caller keeps their weights alive.
@@ -44,35 +50,41 @@ class TokenPass:
 
     Attributes:
         layers: as given.
+        batch: rows.
+        address: of the kernel's description.
+        wide: most channels of all heads' queries, keys or values.
+        scratch: numbers that the kernel needs room for, for each row of a pass.
     """
 
     def __init__(
         self, layers: Sequence[DecoderLayer], scales: Sequence[float], batch: int, dtype: torch.dtype, lanes: int
     ) -> None:
         self.layers = layers
-        self._batch = batch
+        self.batch = batch
+        self._dtype = dtype
+        self.wide = max(width for layer in layers for width in layer.widths[:3])
+        # Of a row, in numbers; see token.c and layers.c.
+        dim = layers[0].dim
+        self.scratch = 4 * self.wide + 2 * dim + max(self.wide, *(2 * layer.widths[4] for layer in layers))
         self._heads = [layer.widths[1] // layer.head for layer in layers]
         every = (_StoredFields * len(layers))()
+        self.address = addressof(every)
         self._stored = list(every)
         self._jobs = [fields.job for fields in self._stored]
-        for fields, layer, scale, heads in zip(self._stored, layers, scales, self._heads, strict=True):
-            job = fields.job
-            job.batch, job.heads, job.groups, job.dim = batch, heads, layer.widths[0] // layer.widths[1], layer.head
+        for fields, job, layer, scale in zip(self._stored, self._jobs, layers, scales, strict=True):
+            job.batch = batch
+            job.heads = layer.widths[1] // layer.head
+            job.groups = layer.widths[0] // layer.widths[1]
+            job.dim = layer.head
             job.fresh = 1
             job.half = dtype == torch.bfloat16
             job.item = dtype.itemsize
             job.scale = scale
             fields.layer = layer.address
             fields.written = lanes
-        wide = max(width for layer in layers for width in layer.widths[:3])
-        dim = layers[0].dim
-        # Of a row, in numbers; see token.c and layers.c.
-        self._scratch = 4 * wide + 2 * dim + max(wide, *(2 * layer.widths[4] for layer in layers))
-        before, after = kernel_addresses()
-        self._fields = _PassFields(before, after, addressof(every), count=len(layers), dim=dim, wide=wide)
 
     def place(self, number: int, tensors: Sequence[Tensor | None], size: int) -> bool:
-        """Set the entries that a layer's token joins and attends to; return False for another layout.
+        """Set the entries of a layer; return False for those of another layout.
 
         Args:
             number: of the layer.
@@ -81,61 +93,63 @@ class TokenPass:
             size: slots in use; there is room for the token.
         """
         keys, values, index, marks = tensors[:4]
+        assert keys is not None and values is not None and index is not None
+        if not (keys.is_contiguous() and values.is_contiguous() and index.is_contiguous()):
+            return False
         job = self._jobs[number]
         fields = self._stored[number]
         heads = self._heads[number]
-        assert keys is not None
         *front, slots, dim = keys.shape
-        if dim != job.dim or not all(map(Tensor.is_contiguous, filter(_is_some, tensors[:4]))):
+        if dim != self.layers[number].head or keys.dtype != self._dtype:
             return False
-        if marks is None and front == [self._batch, heads]:
+        if marks is None and front == [self.batch, heads]:
             job.seen = None
             job.row = heads * slots
             job.head = slots
             fields.stride = 1
-        elif marks is not None and front == [self._batch] and marks.shape[1] == heads:
+        elif marks is not None and front == [self.batch] and marks.shape[1] == heads and marks.is_contiguous():
             job.seen = marks.data_ptr()
             job.seen_row = heads * slots
-            job.seen_head = job.row = slots
+            job.seen_head = slots
+            job.row = slots
             job.head = 0
             fields.stride = heads
         else:
             return False
         job.keys = keys.data_ptr()
-        job.values = values.data_ptr()  # type: ignore[union-attr]
-        fields.index = index.data_ptr()  # type: ignore[union-attr]
+        job.values = values.data_ptr()
+        fields.index = index.data_ptr()
         job.size = size
         return True
 
-    def run(self, x: Tensor, cosine: Tensor, sine: Tensor, index: int) -> Tensor:
-        """Return the last layer's output [B, 1, C]; every layer's entries have become one more.
 
-        Args:
-            x: [B, 1, C], the first layer's input, contiguous.
-            cosine: [B or 1, 1, D], contiguous, of the dtype of `x`.
-            sine: the same.
-            index: token index of the token in its row.
-        """
-        scratch = x.new_empty(self._batch * self._scratch)
-        out = torch.empty_like(x)
-        fields = self._fields
-        fields.cosine = cosine.data_ptr()
-        fields.sine = sine.data_ptr()
-        fields.scratch = scratch.data_ptr()
-        fields.angles = len(cosine)
-        fields.index = index
-        if not _through_layers()(byref(fields), x.data_ptr(), out.data_ptr(), torch.get_num_threads()):
-            raise MemoryError("there is no memory for a copy of a layer's input")
-        return out
+def through_layers(
+    x: Tensor, cosine: Tensor, sine: Tensor, caches: Sequence[TokenEntries], indices: Sequence[int]
+) -> Tensor:
+    """Return the last layer's output [B, 1, C] for a token of each row, whose entries are stored in all layers.
 
-
-def _is_some(tensor: Tensor | None) -> bool:
-    return tensor is not None
+    Args:
+        x: [B, 1, C], the first layer's input, contiguous.
+        cosine: [B or 1, 1, D], contiguous, of the dtype of `x`.
+        sine: the same.
+        caches: of the rows, in order; all with the same layers.
+        indices: token index of the token in its row, for each cache.
+    """
+    first = caches[0]
+    scratch = x.new_empty(len(x) * first.scratch)
+    out = torch.empty_like(x)
+    rows = (_RowsFields * len(caches))(*zip([cache.address for cache in caches], indices, strict=True))
+    tables = cosine.data_ptr(), sine.data_ptr(), scratch.data_ptr()
+    sizes = len(caches), len(first.layers), len(x), x.shape[-1], first.wide, len(cosine), x.dtype == torch.bfloat16
+    fields = _PassFields(*kernel_addresses(), addressof(rows), *tables, *sizes)
+    if not _kernel()(byref(fields), x.data_ptr(), out.data_ptr(), torch.get_num_threads()):
+        raise MemoryError("there is no memory for a copy of a layer's input")
+    return out
 
 
 @functools.cache
-def _through_layers() -> Callable[..., int]:
+def _kernel() -> Callable[..., int]:
     return function("token", "through_layers", *(c_void_p,) * 3, c_int64, returns=c_int64)
 
 
-__all__ = ["TokenPass"]
+__all__ = ["TokenEntries", "through_layers"]
