@@ -206,7 +206,7 @@ def _rows_of(session: Session, cache: Any) -> Sequence[Session]:
         rows = session.rows if cache is session.together and session.widths is None else []
     elif cache is not session.cache:
         return ()
-    return rows if all([row.only_appends for row in rows]) else ()
+    return rows if all(row.only_appends for row in rows) else ()
 
 
 def _placed(cache: SieveCache, entries: TokenEntries) -> bool:

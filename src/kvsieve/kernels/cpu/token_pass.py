@@ -62,6 +62,7 @@ class TokenEntries:
         self.layers = layers
         self.batch = batch
         self._dtype = dtype
+        self._lanes = lanes
         self.wide = max(width for layer in layers for width in layer.widths[:3])
         # Of a row, in numbers; see token.c and layers.c.
         dim = layers[0].dim
@@ -94,7 +95,8 @@ class TokenEntries:
         """
         keys, values, index, marks = tensors[:4]
         assert keys is not None and values is not None and index is not None
-        if not (keys.is_contiguous() and values.is_contiguous() and index.is_contiguous()):
+        used = (keys, values, index) if marks is None else (keys, values, index, marks)
+        if not all(map(Tensor.is_contiguous, used)):
             return False
         job = self._jobs[number]
         fields = self._stored[number]
@@ -107,7 +109,7 @@ class TokenEntries:
             job.row = heads * slots
             job.head = slots
             fields.stride = 1
-        elif marks is not None and front == [self.batch] and marks.shape[1] == heads and marks.is_contiguous():
+        elif marks is not None and front == [self.batch] and marks.shape[1] == heads and not slots % self._lanes:
             job.seen = marks.data_ptr()
             job.seen_row = heads * slots
             job.seen_head = slots
