@@ -90,7 +90,7 @@ def test_tokens_and_entries_are_those_of_one_layer_after_another(name, dtype, pa
     with layer_by_layer():
         wanted = answered(model, PLANS[name])
     assert_same(found, wanted)
-    assert found.stats.executors["answer"].keys() == {"C"}
+    assert all(name.startswith("C (Triton: ") for name in found.stats.executors["answer"])
 
 
 def test_rows_and_weights_in_blocks_and_norms_of_heads_take_it(passes):

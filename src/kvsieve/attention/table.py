@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvsieve.attention.choice import LONG
 from kvsieve.attention.dense import TOKEN, TOKEN_KERNEL, prompt_rows
 from kvsieve.attention.latent import Latents, latent_rows
 from kvsieve.attention.masked import SHOWN
@@ -45,8 +46,8 @@ def is_for_token_kernel(request: AttentionRequest[Any, Any]) -> bool:
 
 
 def next_border(entries: int) -> int:
-    """Return the number of entries from which on a token may have another executor: a power of two."""
-    return 1 << entries.bit_length()
+    """Return the number of entries from which on a token may have another executor: a power of two, at least LONG."""
+    return max(LONG, 1 << entries.bit_length())
 
 
 def _chosen(request: AttentionRequest[Any, Any]) -> Executor:

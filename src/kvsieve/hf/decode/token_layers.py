@@ -1,4 +1,4 @@
-"""One token through all layers of a decoder in one compiled call, from the first layer's input to the last one's output.
+"""One token through all layers of a decoder in one compiled call, which takes the first input to the last output.
 
 The first layer computes all of them, the others return what they are given. That is so if each layer does nothing but
 append the token's entry and attend to all of its entries by the C kernel, and nobody looks at the layers or what is in
