@@ -1,7 +1,7 @@
 """Count the functions that one decoded token enters in Python, and those of C that Python calls, by plan.
 
     python benchmarks/speed/python_calls.py [--model DIRECTORY] [--length 300] [--tokens 20]
-        [--decode auto] [--plans "full;snapkv:budget=10%;adakv:budget=10%;kivi:bits=4"]
+        [--decode auto] [--plans "full;snapkv:budget=10%;adakv:budget=10%;kivi"]
 
 Counts do not depend on how busy a machine is, as times do. The first tokens of an answer do not count: they show what
 executors layers have, and make copies of weights. Calls within C, such as those of `map`, are not seen.
@@ -20,7 +20,7 @@ from reading_cost import spec
 
 import kvsieve
 
-PLANS = "full;snapkv:budget=10%;adakv:budget=10%;kivi:bits=4"
+PLANS = "full;snapkv:budget=10%;adakv:budget=10%;kivi"
 
 
 def calls_per_token(sieve: Any, ids: torch.Tensor, tokens: int) -> tuple[dict[str, float], Counter[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from in_blocks import quantized
 from kvsieve.decoding.loop import feed_rows
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.attach import attached, under
-from kvsieve.hf.decode import token_layers
+from kvsieve.hf.decode import fused_decoder, token_layers
 from kvsieve.hf.decode.token_layers import TokenLayers, computed_before
 from kvsieve.hf.forward.pass_state import ComputedLayers
 from tiny import greedy, padded_prompt, tiny_prompt
@@ -231,3 +232,22 @@ def test_tokens_of_several_caches_pass_together(passes):
     assert passes == [[90 + step, 89 + step, 88 + step] for step in range(1, 4)]
     for found, wanted in zip(logits[False], logits[True], strict=True):
         assert torch.equal(found, wanted)
+
+
+def test_copies_of_weights_are_read_and_follow_writes(passes, monkeypatch):
+    monkeypatch.setattr(fused_decoder, "_LEAST", 0)
+    model = build("llama", dtype=torch.bfloat16).float()
+    other = deepcopy(model)
+    tokens = tiny_prompt(size=16, seed=1).split(1, 1)
+    logits = []
+    for one, decode in ((model, "auto"), (other, "eager")):
+        with kvsieve.attach(one, kvsieve.plan("full"), decode=decode) as sieve, torch.no_grad():
+            cache = sieve.prefill(PROMPT)
+            for number, token in enumerate(tokens):
+                if number == 8:
+                    one.model.layers[2].mlp.up_proj.weight.mul_(2)
+                logits.append(sieve.feed(cache, token, None, logits=1).logits)
+    # Until there are copies, also of what was written, each token passes layer by layer.
+    columns = [column for (column,) in passes]
+    assert 97 in columns and 98 not in columns and columns[-1] == 105
+    torch.testing.assert_close(torch.stack(logits[:16]), torch.stack(logits[16:]), atol=1e-4, rtol=1e-4)

@@ -109,7 +109,8 @@ class TokenLayers:
         rows = _rows_of(session, kwargs.get(CACHE)) if self.linked else ()
         if not rows or angles is None or kwargs.get("attention_mask") is not None or not _KNOWN.issuperset(kwargs):
             return None
-        if not self._parts[0].takes(hidden, *angles) or hidden.shape[1] != 1 or not self._are_ready():
+        cosine, sine = angles
+        if not self._parts[0].takes(hidden, cosine, sine) or hidden.shape[1] != 1 or not self._are_ready():
             return None
         batch = len(hidden) // len(rows)
         caches = []
@@ -119,7 +120,7 @@ class TokenLayers:
                 return None
             caches.append(entries)
         cores.look()
-        output = through_layers(hidden, *angles, caches, [row.step.start for row in rows])
+        output = through_layers(hidden, cosine, sine, caches, [row.step.start for row in rows])
         for row in rows:
             for layer in cast("list[SieveLayer]", row.cache.all_layers):
                 layer.store.advance_host_length()
@@ -131,7 +132,7 @@ class TokenLayers:
         """Note that a layer was computed alone, to see whether the decoder does nothing between layers."""
         angles = kwargs.get("position_embeddings")
         before = session.computed
-        follows = before is not None and before.count == number and before.output is given and before.angles is angles
+        follows = before is not None and before.number == number and before.output is given and before.angles is angles
         session.computed = ComputedLayers(number + 1, output, angles) if follows or not number else None
         self.linked = session.computed is not None and number + 1 == self.count
 
@@ -227,7 +228,7 @@ def computed_before(session: Session, number: int, given: Tensor, kwargs: Mappin
         UnsupportedModelError: the layer is given something else.
     """
     computed = session.computed
-    if computed is None or computed.count <= number:
+    if computed is None or computed.number <= number:
         return None
     if computed.output is not given or computed.angles is not kwargs.get("position_embeddings"):
         raise UnsupportedModelError(

@@ -21,12 +21,12 @@ class ComputedLayers(NamedTuple):
     """Layers that compiled calls have computed so far in a pass, each from the output of the one before.
 
     Attributes:
-        count: the layers, from the first one on.
+        number: of the layers, from the first one on.
         output: [B, L, C], of the last of them.
         angles: rotary tables that all were given.
     """
 
-    count: int
+    number: int
     output: Tensor
     angles: Any
 

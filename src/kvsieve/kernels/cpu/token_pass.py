@@ -140,7 +140,8 @@ def through_layers(
     first = caches[0]
     scratch = x.new_empty(len(x) * first.scratch)
     out = torch.empty_like(x)
-    rows = (_RowsFields * len(caches))(*zip([cache.address for cache in caches], indices, strict=True))
+    pairs = zip(caches, indices, strict=True)
+    rows = (_RowsFields * len(caches))(*[_RowsFields(cache.address, index) for cache, index in pairs])
     tables = cosine.data_ptr(), sine.data_ptr(), scratch.data_ptr()
     sizes = len(caches), len(first.layers), len(x), x.shape[-1], first.wide, len(cosine), x.dtype == torch.bfloat16
     fields = _PassFields(*kernel_addresses(), addressof(rows), *tables, *sizes)
