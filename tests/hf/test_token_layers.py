@@ -117,9 +117,19 @@ def test_plans_that_do_more_to_a_token_pass_layer_by_layer(plan, passes):
     assert passes == []
 
 
-def test_padding_windows_and_drafts_pass_layer_by_layer(passes):
+def test_rows_with_padding_take_it(passes):
+    model = build("llama")
     ids, mask = padded_prompt(50, 7)
-    answered(build("llama"), PLANS["full"], ids, mask)
+    for plan in (PLANS["full"], PLANS["snapkv"], PLANS["adakv"]):
+        passes.clear()
+        found = answered(model, plan, ids, mask)
+        assert len(passes) == NEW - 2
+        with layer_by_layer():
+            assert_same(found, answered(model, plan, ids, mask))
+
+
+def test_windows_and_entries_that_will_be_encoded_pass_layer_by_layer(passes):
+    answered(build("llama"), OTHERWISE["codec"], PROMPT[:, :10])
     answered(build("mistral", sliding_window=16), PLANS["full"])
     assert passes == []
 

@@ -35,13 +35,13 @@ class Session(PassState):
 
     @functools.cached_property
     def only_appends(self) -> bool:
-        """True for one token of an answer without padding that layers store and attend to all entries with, no more.
+        """True for one real token of each row's answer that layers store and attend to all entries with, no more.
 
         A layer's view, and the form of its entries, may still ask for more.
         """
         request = self.request
         one = type(self) is Session and self.step.phase == "decode" and self.tokens.size == 1
-        if not one or self.step.mask is not None or self.cache.producers:
+        if not one or self.tokens.valid is not None or self.order is not None or self.cache.producers:
             return False
         plan = self.plan
         acts = plan.read is not None or plan.codec is not None or self.when.steps is not None

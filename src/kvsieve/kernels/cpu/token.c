@@ -205,7 +205,7 @@ typedef struct {
     int64_t angles, half;
 } Pass;
 
-// Of each head's marks, those of a new token: its own slot is seen, others are not, nor those behind them.
+// Marks of a new token: it is real, or of each head its own slot is seen, others are not, nor those behind them.
 INLINE void mark(const Stored *stored) {
     const Token *job = &stored->job;
     int64_t size = job->size, end = size + stored->stride;
@@ -214,7 +214,8 @@ INLINE void mark(const Stored *stored) {
         for (int64_t h = 0; h < job->heads; h++) {
             int64_t at = b * job->seen_row + h * job->seen_head;
             for (int64_t t = size; t < end; t++)
-                if (job->item == 2) ((uint16_t *)job->seen)[at + t] = t - size == h ? 0 : 0xff7f;
+                if (job->item == 1) ((uint8_t *)job->seen)[at + t] = 1;
+                else if (job->item == 2) ((uint16_t *)job->seen)[at + t] = t - size == h ? 0 : 0xff7f;
                 else ((uint32_t *)job->seen)[at + t] = t - size == h ? 0 : 0xff7fffff;
         }
 }

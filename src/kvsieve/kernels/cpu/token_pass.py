@@ -79,18 +79,16 @@ class TokenEntries:
             job.dim = layer.head
             job.fresh = 1
             job.half = dtype == torch.bfloat16
-            job.item = dtype.itemsize
             job.scale = scale
             fields.layer = layer.address
-            fields.written = lanes
 
     def place(self, number: int, tensors: Sequence[Tensor | None], size: int) -> bool:
         """Set the entries of a layer; return False for those of another layout.
 
         Args:
             number: of the layer.
-            tensors: buffers of keys [B, H, N, D] or [B, N, D], of values, of token indices, and for the latter keys
-                each head's bias [B, H, N].
+            tensors: buffers of keys [B, H, N, D] or [B, N, D], of values, of token indices, and for the former keys the
+                mask of real entries, bool [B, H or 1, N], or None; for the latter each head's bias [B, H, N].
             size: slots in use; there is room for the token.
         """
         keys, values, index, marks = tensors[:4]
@@ -104,20 +102,27 @@ class TokenEntries:
         *front, slots, dim = keys.shape
         if dim != self.layers[number].head or keys.dtype != self._dtype:
             return False
-        if marks is None and front == [self.batch, heads]:
-            job.seen = None
+        if front == [self.batch, heads]:
             job.row = heads * slots
             job.head = slots
-            fields.stride = 1
-        elif marks is not None and front == [self.batch] and marks.shape[1] == heads and not slots % self._lanes:
-            job.seen = marks.data_ptr()
-            job.seen_row = heads * slots
-            job.seen_head = slots
+            job.newest = 1
+            fields.stride = fields.written = 1
+        elif front == [self.batch] and marks is not None and not slots % self._lanes:
             job.row = slots
-            job.head = 0
+            job.head = job.newest = 0
             fields.stride = heads
+            fields.written = self._lanes
         else:
             return False
+        job.seen = None
+        if marks is not None:
+            marked = marks.shape[1]
+            if marked not in (1, heads):
+                return False
+            job.seen = marks.data_ptr()
+            job.item = marks.element_size()
+            job.seen_row = marked * slots
+            job.seen_head = slots if marked > 1 else 0
         job.keys = keys.data_ptr()
         job.values = values.data_ptr()
         fields.index = index.data_ptr()
