@@ -41,6 +41,7 @@ from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.reply_schema import ChatReply, CompletionReply, ErrorReply
 from kvsieve.serve.run import ServerOptions
 from tiny_models import build
+from toy_chats import chat_tokenizer
 
 CHUNK, POINTS = 32, 40
 METHODS = {
@@ -159,8 +160,6 @@ def quiet(scheduler: Any) -> dict[str, int]:
 
 def soaked(given: argparse.Namespace) -> dict[str, Any]:
     """Run a piece."""
-    from toy_chats import chat_tokenizer
-
     draw, tokenizer = random.Random(0), chat_tokenizer()
     prompts = [[draw.randint(3, 120) for _ in range(draw.randint(1, 120))] for _ in range(24)]
     said = [" ".join(tokenizer.convert_ids_to_tokens(prompt)) for prompt in prompts]

@@ -8,17 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvsieve.serve.run import ServerOptions, application
-from tiny_models import build
-
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
+
+from kvsieve.serve.run import ServerOptions, application
+from served_apps import listening
+from tiny_models import build
+from toy_chats import chat_tokenizer
 
 
 @contextlib.contextmanager
 def served(options: ServerOptions, family: str = "llama") -> Iterator[tuple[str, Any]]:
     """Serve a tiny model called "tiny"; the address and the application."""
-    from served_apps import listening
-    from toy_chats import chat_tokenizer
-
     with application(build(family), chat_tokenizer(), options, "tiny") as app, listening(app) as url:
         yield url, app

@@ -121,7 +121,7 @@ class Front:
             async with self._bodies.read(request) as body:
                 return await self._answered(request, body)
         except Failure as failure:
-            return json_error(failure)
+            return json_error(failure, request.url.path)
 
     async def _answered(self, request: Request, body: bytes) -> Response:
         kept = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers")

@@ -17,6 +17,33 @@ from kvsieve.store import directory
 from tiny_models import build
 from toy_chats import chat_tokenizer
 
+# A body for an answer of a few tokens.
+SHORT = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2, "ignore_eos": True}
+
+
+def drained(tell):
+    """What the command does with `--drain` of a time that no test waits for."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    run.serve(build("llama"), chat_tokenizer(), run.ServerOptions(port=0, drain=3600.0), "tiny", tell)
+
+
+def test_a_drain_answers_requests_and_says_so_in_health_until_the_port_closes():
+    with forked(drained) as (child, heard):
+        url = re.search(r"http://\S+:\d+", heard.recv())[0]
+        assert httpx.get(f"{url}/health", timeout=60).json() == {"status": "ok"}
+        os.kill(child.pid, signal.SIGTERM)
+        while (health := httpx.get(f"{url}/health", timeout=60)).status_code == 200:
+            pass
+        assert health.status_code == 503 and health.json() == {"status": "closing"}
+        # A balancer that has not looked yet loses nothing.
+        assert httpx.post(f"{url}/v1/completions", json=SHORT, timeout=60).status_code == 200
+        # A Ctrl-C cuts the drain short.
+        os.kill(child.pid, signal.SIGINT)
+        child.join(60)
+        assert child.exitcode is not None
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health", timeout=60)
+
 
 def serve(tell, folder, streamed):
     """What the command does, with a store that writes nothing until a stream has ended."""

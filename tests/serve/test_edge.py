@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import re
 import socket
 import threading
+from pathlib import Path
 
 import httpx
 import pytest
@@ -25,6 +27,7 @@ from served_apps import listening
 from tiny_models import build
 from toy_chats import chat_tokenizer
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "serve"
 PAGE = "https://page.example"
 # An answer that goes on until it is ended.
 ENDLESS = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 30_000, "ignore_eos": True}
@@ -106,11 +109,38 @@ def test_pages_that_are_allowed_may_ask(served):
             assert reply.headers.get("access-control-allow-origin") == allowed
 
 
+# Headers of OpenAI's and Anthropic's clients in a browser.
+OF_CLIENTS = (
+    "anthropic-dangerous-direct-browser-access,anthropic-version,authorization,content-type,x-api-key,"
+    "x-stainless-arch,x-stainless-lang,x-stainless-os,x-stainless-package-version,x-stainless-retry-count,"
+    "x-stainless-runtime,x-stainless-runtime-version,x-stainless-timeout"
+)
+
+
+def test_clients_in_a_browser_may_send_their_headers_and_see_when_to_come_back(served):
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": OF_CLIENTS}
+    before = httpx.options(f"{served[0]}/v1/completions", headers={"Origin": PAGE, **asks})
+    allowed = {name.strip().lower() for name in before.headers["access-control-allow-headers"].split(",")}
+    assert before.status_code == 200 and allowed >= set(OF_CLIENTS.split(","))
+    refused = httpx.post(f"{served[0]}/v1/completions", content=b"{}", headers={"Origin": PAGE})
+    assert refused.status_code == 415 and refused.headers["access-control-expose-headers"] == "Retry-After"
+
+
 def test_no_other_page_may_ask_by_default(served):
     app = create_app(dataclasses.replace(served[1].state.service, origins=()))
     with listening(app) as url:
         reply = httpx.post(f"{url}/v1/completions", json={}, headers={"Origin": PAGE})
         assert "access-control-allow-origin" not in reply.headers
+
+
+def test_the_dashboard_names_metrics_that_there_are():
+    dashboard = json.loads((EXAMPLES / "dashboard.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    named = set(re.findall(r"kvsieve_\w+", " ".join(queries)))
+    with application(build("llama"), chat_tokenizer(), ServerOptions(), "tiny") as app:
+        metrics = set(re.findall(r"^kvsieve_\w+", app.state.metrics.text().decode(), re.M))
+    assert len(queries) > 10 and named <= metrics
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
 
 
 def test_more_requests_than_may_be_at_once_are_told_so():

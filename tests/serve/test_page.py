@@ -393,6 +393,39 @@ def test_prefill_costs_and_the_map_are_shown(server, page):
     assert "100 %" in page.js(f"document.querySelector('{LAST}.map').getAttribute('aria-label')")
 
 
+def test_reasoning_is_folded_above_the_answer_and_calls_are_text(server, page):
+    def delta(**members):
+        return {"choices": [{"index": 0, "delta": members, "finish_reason": None}]}
+
+    begun = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "add", "arguments": ""}}
+    call = {"index": 0, "function": {"arguments": '{"a": 1}'}}
+    thinking = threading.Event()
+    server.script = lambda body: [
+        delta(reasoning_content="Two and "),
+        thinking,
+        delta(reasoning_content="two."),
+        "Four.",
+        delta(tool_calls=[begun]),
+        delta(tool_calls=[call]),
+    ]
+    ask(page, "How many?")
+    page.wait(f"document.querySelector('{LAST}.reasoning:not([hidden]) p').textContent === 'Two and '")
+    assert page.js(f"document.querySelector('{LAST}.progress').hidden")
+    thinking.set()
+    ended(page)
+    assert page.text(f"{LAST}.body") == 'Four.\n\nadd {"a": 1}'
+    folded = f"document.querySelector('{LAST}.reasoning')"
+    assert page.js(f"{folded}.textContent") == "ReasoningTwo and two." and not page.js(f"{folded}.open")
+    assert page.box(f"{LAST}.reasoning")["bottom"] <= page.box(f"{LAST}.body")["top"]
+    page.click(f"{LAST}.reasoning summary")
+    assert page.js(f"{folded}.open") and page.text(f"{LAST}.reasoning p") == "Two and two."
+    server.script = lambda body: ["Yes."]
+    ask(page, "Sure?")
+    ended(page)
+    assert messages(server.asked[-1])[1] == ("assistant", 'Four.\n\nadd {"a": 1}')
+    assert page.js(f"document.querySelector('{LAST}.reasoning').hidden")
+
+
 def test_the_last_line_is_in_sight_on_a_phone(server, page):
     page.size(390, 844)
     server.script = lambda body: [*(f"line {number}\n\n" for number in range(60)), usage(9, 9, notes=["a note"] * 9)]

@@ -41,6 +41,7 @@ from kvsieve.errors import InputError
 from kvsieve.planning.quantities import parse_bytes
 from kvsieve.serve.keys import check_reach, read_keys
 from kvsieve.serve.limits import ServerLimits
+from kvsieve.serve.tls import read_pair
 
 _NEEDED = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "greenlet")
 
@@ -84,6 +85,12 @@ def serve_command(
     api_keys: Annotated[
         str | None, option(SERVER, "File with one API key per line, added to KVSIEVE_API_KEYS (default: none)")
     ] = None,
+    tls_cert: Annotated[
+        str | None, option(SERVER, "PEM file with the certificate and its chain, for HTTPS (default: plain HTTP)")
+    ] = None,
+    tls_key: Annotated[
+        str | None, option(SERVER, "PEM file with the certificate's private key (default: plain HTTP)")
+    ] = None,
     log_prompts: Annotated[bool, option(SERVER, "Log prompts", "--log-prompts")] = False,
     store: Annotated[
         str | None, option(CACHE, "Prefix-cache directory, reused after restarts (default: memory only)")
@@ -99,15 +106,17 @@ def serve_command(
     ] = None,
     max_tokens: Annotated[int, option(LIMITS, "Longest answer, in tokens", **TOKENS)] = 4096,
     seconds: Annotated[float, option(LIMITS, "Longest time per request, in seconds")] = 600.0,
+    drain: Annotated[
+        float,
+        option(LIMITS, "Seconds after SIGTERM in which the port stays open and /health answers 503"),
+    ] = 0.0,
 ) -> None:
     """OpenAI-compatible server with continuous batching, a persistent prefix cache and a web page."""
-    missing = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
-    if missing:
-        raise InputError(f"`kvsieve serve` needs {', '.join(missing)}: run `pip install 'kvsieve[serve]'`")
+    _check_packages()
     check_loading(dtype, device, decode)
     check_least(1, running=running, queue=queue, chunk=chunk, max_tokens=max_tokens)
     check_memory(memory)
-    _check_numbers(port, seconds, gap)
+    _check_numbers(port, seconds, gap, drain)
     chosen = chosen_spec(method, budget, settings or [])
     codecs = parse_codecs(codec)
     if len(codecs) > 1:
@@ -118,6 +127,7 @@ def serve_command(
     check_store(store)
     keys = read_keys(api_keys)
     check_reach(keys, host, open_, allow_origin or ())
+    tls = read_pair(tls_cert, tls_key)
     check_model_name(model, weights)
     drafts = parse_draft(draft, memory)
     runs = make_runs([chosen], codecs)
@@ -151,6 +161,8 @@ def serve_command(
         open=open_,
         hosts=tuple(allow_host or ()),
         origins=tuple(allow_origin or ()),
+        tls=tls,
+        drain=drain,
         name=name,
         decode=decode,
         log_prompts=log_prompts,
@@ -161,10 +173,18 @@ def serve_command(
     serve(loaded, tokenizer, options, model or MODEL_NAME, say)
 
 
-def _check_numbers(port: int, seconds: float, gap: float) -> None:
+def _check_packages() -> None:
+    missing = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
+    if missing:
+        raise InputError(f"`kvsieve serve` needs {', '.join(missing)}: run `pip install 'kvsieve[serve]'`")
+
+
+def _check_numbers(port: int, seconds: float, gap: float, drain: float) -> None:
     if not 0 <= port < 1 << 16:
         raise InputError(f"--port must be from 0 to 65535, got {port}")
     if not seconds > 0:
         raise InputError(f"--seconds must be more than 0, got {seconds}")
     if not gap > 1:
         raise InputError(f"--gap must be more than 1, got {gap}: prompts are prefilled in the time above 1")
+    if not 0 <= drain < float("inf"):
+        raise InputError(f"--drain must be a number of seconds from 0, got {drain}")

@@ -34,7 +34,12 @@ def create_app(service: Service) -> FastAPI:
     app.add_middleware(Edge, most=limits.requests, hosts=service.hosts)
     if service.origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=service.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=service.origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            # Those of OpenAI's and Anthropic's clients, whose names change with their releases.
+            allow_headers=["*"],
+            expose_headers=["Retry-After"],
         )
 
     async def tell(request: Request, error: Exception) -> Response:

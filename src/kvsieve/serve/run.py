@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -32,6 +35,8 @@ from kvsieve.serve.signals import ended_by_signals, kept_signals
 
 # Seconds for running answers after a signal to stop.
 _GRACE = 20.0
+# Seconds between two looks at whether a drain is cut short.
+_TICK = 0.1
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,8 @@ class ServerOptions:
         open: serve every client that reaches the address, without a key.
         hosts: further host names of this server, for a proxy.
         origins: allowed web pages elsewhere; "*" for all.
+        tls: paths of a certificate and its key (`tls.read_pair`); None for plain HTTP.
+        drain: seconds after SIGTERM in which requests are still taken, and /health says that the server is closing.
         name: of the model in requests; None for the name it was loaded by.
         decode: engine of the decoding steps; see `attach`.
         log_prompts: write prompts to the log.
@@ -78,6 +85,8 @@ class ServerOptions:
     open: bool = False
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
+    tls: tuple[str, str] | None = None
+    drain: float = 0.0
     name: str | None = None
     decode: str = "auto"
     log_prompts: bool = False
@@ -140,12 +149,16 @@ def serve(model: Any, tokenizer: Any, options: ServerOptions, name: str, say: Ca
         service: Service = app.state.service
 
         def ready() -> None:
+            scheme = "https" if options.tls else "http"
             host = f"[{options.host}]" if ":" in options.host else options.host
             warning = "" if options.keys else "; no API keys: anyone who reaches it may use it"
-            say(f"serving {service.model} under {options.plan.name} at http://{host}:{port}{warning}")
+            say(f"serving {service.model} under {options.plan.name} at {scheme}://{host}:{port}{warning}")
 
+        certificate, key = options.tls or (None, None)
         config = uvicorn.Config(
             app,
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
             http=bounded_connections(2 * options.limits.requests),
             ws="none",
             log_level="warning",
@@ -154,23 +167,43 @@ def serve(model: Any, tokenizer: Any, options: ServerOptions, name: str, say: Ca
             timeout_graceful_shutdown=int(_GRACE) + 10,
             lifespan="off",
         )
-        _Server(config, ready, lambda: service.scheduler.stop(_GRACE)).run(sockets=[listening])
+        leaving = service.scheduler.stop
+        _Server(config, ready, lambda drain: leaving(drain + _GRACE), options.drain).run(sockets=[listening])
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server that reports when it listens and when a signal stops it."""
+    """uvicorn's server that reports when it listens and when a signal stops it.
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], leaving: Callable[[], None]) -> None:
+    Args:
+        config: uvicorn's.
+        ready: called when it listens.
+        leaving: called at the signal, with the seconds until the port is closed.
+        drain: these seconds after SIGTERM; none after Ctrl-C.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, ready: Callable[[], None], leaving: Callable[[float], None], drain: float
+    ) -> None:
         super().__init__(config)
         self._ready = ready
         self._leaving = leaving
+        self._drain = drain
+        self._is_terminated = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._is_terminated = self._is_terminated or sig == signal.SIGTERM
+        super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._leaving()
+        drain = self._drain if self._is_terminated else 0.0
+        self._leaving(drain)
+        end = time.monotonic() + drain
+        while time.monotonic() < end and not self.force_exit:
+            await asyncio.sleep(_TICK)
         await super().shutdown(sockets)
 
 

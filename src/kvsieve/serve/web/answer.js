@@ -6,7 +6,7 @@ import { nameOf } from "./plans.js";
 
 /**
  * Show an answer's record, which is what the browser keeps:
- *   plan: {method, budget?}; text; state: "waiting", "done", "stopped" or "failed"; error; finish: as the server has it;
+ *   plan: {method, budget?}; text; reasoning: what the model thought before it; state: "waiting", "done", "stopped" or "failed"; error; finish: as the server has it;
  *   progress: tokens of the prompt, {processed, total}; first: seconds to the first token; usage: the server's.
  */
 export class AnswerView {
@@ -16,6 +16,8 @@ export class AnswerView {
     const name = nameOf(record.plan);
     this.badge = el("span", { className: "badge", hidden: true });
     this.body = el("div", { className: "body" });
+    this.thoughts = el("p");
+    this.reasoning = el("details", { className: "reasoning", hidden: true }, el("summary", { textContent: "Reasoning" }), this.thoughts);
     this.bar = el("progress", { max: 1, "aria-label": "Prefill of " + name });
     this.progressText = el("span");
     this.progress = el("div", { className: "progress" }, this.bar, this.progressText);
@@ -30,7 +32,7 @@ export class AnswerView {
     this.tools = el("div", { className: "tools" }, copying, this.again);
     this.root = el("section", { className: "answer", "aria-label": "Answer under " + name },
       el("p", { className: "plan" }, el("b", { textContent: name }), this.badge),
-      this.progress, this.body, this.error, this.facts, this.notes, this.map, this.legend, this.tools);
+      this.progress, this.reasoning, this.body, this.error, this.facts, this.notes, this.map, this.legend, this.tools);
     this.draw();
   }
 
@@ -45,9 +47,11 @@ export class AnswerView {
 
   draw() {
     this.scheduled = false;
-    const { text, state, error, finish } = this.record, waiting = state === "waiting";
+    const { text, reasoning, state, error, finish } = this.record, waiting = state === "waiting";
     this.body.replaceChildren(markdown(text));
-    this.progress.hidden = !waiting || text !== "";
+    this.reasoning.hidden = !reasoning;
+    this.thoughts.textContent = reasoning ?? "";
+    this.progress.hidden = !waiting || Boolean(text || reasoning);
     this.drawProgress();
     const said = state === "stopped" ? "Stopped." : finish === "length" ? "Cut at the longest answer." : "";
     this.error.hidden = !error && !said;
@@ -71,8 +75,8 @@ export class AnswerView {
   }
 
   drawCosts() {
-    const { first, usage, text } = this.record, kv = usage?.kv;
-    const parts = first === undefined || !text ? [] : [`first token after ${first.toFixed(2)} s`];
+    const { first, usage } = this.record, kv = usage?.kv;
+    const parts = first === undefined ? [] : [`first token after ${first.toFixed(2)} s`];
     if (kv) {
       const decoding = kv.seconds - kv.ttft_s;
       if (usage.completion_tokens > 1 && decoding > 0) {

@@ -226,9 +226,13 @@ async function tokensOf(turns) {
 function take(record, data, seconds) {
   const choice = data.choices[0];
   if (data.prompt_progress) record.progress = data.prompt_progress;
-  if (choice?.delta.content) {
-    record.first ??= seconds;
-    record.text += choice.delta.content;
+  const { content, reasoning_content: reasoning, tool_calls: calls } = choice?.delta ?? {};
+  if (content || reasoning || calls) record.first ??= seconds;
+  if (content) record.text += content;
+  if (reasoning) record.reasoning = (record.reasoning ?? "") + reasoning;
+  for (const { function: called } of calls ?? []) {
+    if (called.name) record.text += `${record.text ? "\n\n" : ""}${called.name} `;
+    record.text += called.arguments ?? "";
   }
   if (choice?.finish_reason) record.finish = choice.finish_reason;
   if (data.usage) record.usage = data.usage;
