@@ -22,7 +22,7 @@ _EXTRAS = {
     "python-docx": ("documents",),
     "peft": ("peft",),
     "matplotlib": ("eval",),
-    "llguidance": ("grammar", "serve"),
+    "llguidance": ("grammar",),
     "datasets": ("scbench",),
     "rouge_score": ("benchmarks",),
     "rapidfuzz": ("benchmarks",),

@@ -18,7 +18,7 @@ from kvsieve.serve.ticket import BusyError
 
 # Seconds that a grammar may take, its process started; and that a request waits while those of others are compiled.
 _SECONDS = 5
-_PATIENCE = 10
+_PATIENCE = 30
 
 
 class Grammars:
