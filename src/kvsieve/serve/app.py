@@ -18,12 +18,15 @@ from kvsieve.serve.failures import Failure, failure_of
 from kvsieve.serve.guards import Edge, json_error
 from kvsieve.serve.metrics import Metrics
 from kvsieve.serve.page import add_page
+from kvsieve.serve.responses.routes import add_responses
+from kvsieve.serve.responses.schema import ResponsesRequest
 from kvsieve.serve.routes import add_completions
 from kvsieve.serve.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from kvsieve.serve.views import add_views
 from kvsieve.version import __version__
 
 _log = logging.getLogger(__name__)
+_BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, ResponsesRequest)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -50,7 +53,9 @@ def create_app(service: Service) -> FastAPI:
 
     for kind in (HTTPException, RequestValidationError, Failure, KvsieveError, Exception):
         app.add_exception_handler(kind, tell)
-    add_completions(app, Desk(service, metrics))
+    desk = Desk(service, metrics)
+    add_completions(app, desk)
+    add_responses(app, desk)
     add_views(app, service, metrics)
     add_page(app)
     return app
@@ -63,7 +68,7 @@ class _Application(FastAPI):
         is_new = self.openapi_schema is None
         schema: dict[str, Any] = super().openapi()
         if is_new:
-            kinds = [(model, "validation") for model in (ChatRequest, CompletionRequest, TokenizeRequest)]
+            kinds = [(model, "validation") for model in _BODIES]
             _, defined = models_json_schema(kinds, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
             schema["components"]["schemas"] |= defined["$defs"]
         return schema

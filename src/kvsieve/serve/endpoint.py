@@ -25,7 +25,7 @@ from kvsieve.serve.schema import Strict
 from kvsieve.serve.ticket import Order
 
 _log = logging.getLogger(__name__)
-# Levels of a reply above the likelihoods of a token.
+# Levels of a chat's reply above the likelihoods of a token.
 _TOKENS = 5
 
 
@@ -126,9 +126,15 @@ class Desk:
 
 
 async def whole(
-    request: Request, exchange: Exchange, reply: Coroutine[Any, Any, Callable[[], dict[str, Any]]]
+    request: Request,
+    exchange: Exchange,
+    reply: Coroutine[Any, Any, Callable[[], dict[str, Any]]],
+    levels: int = _TOKENS,
 ) -> Response:
-    """Wait for a reply, as long as its client does; the function that it returns is called in another thread."""
+    """Wait for a reply, as long as its client does; the function that it returns is called in another thread.
+
+    levels: of the reply, those above the likelihoods of a token.
+    """
     answering = asyncio.ensure_future(reply)
     leaving = asyncio.ensure_future(left(request.receive))
     try:
@@ -137,7 +143,7 @@ async def whole(
             return Response(status_code=499)
         build = answering.result()
         # Log-probabilities are long, and written token by token so that other threads can run.
-        text = await asyncio.to_thread(lambda: json_text(build(), _TOKENS))
+        text = await asyncio.to_thread(lambda: json_text(build(), levels))
         return Response(text, media_type="application/json")
     finally:
         answering.cancel()

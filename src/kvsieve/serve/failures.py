@@ -113,7 +113,7 @@ def _invalid(error: ValidationError | RequestValidationError) -> Failure:
         first: Any = error.errors(include_url=False, include_context=False)[0]
     else:
         first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
+    place = [str(part) for part in first["loc"] if part not in ("body", "query")]
     if first["type"] != "extra_forbidden":
         # Types of a union, and names of a dict's keys, are pydantic's.
         place = [part for part in place if not _KIND.search(part)]

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: its bodies translated into chats, its replies and events, and stored responses."""

@@ -1,0 +1,231 @@
+"""Bodies of /v1/responses, translated into chats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+from kvsieve.errors import InputError, UnsupportedOptionError
+from kvsieve.serve.failures import Failure
+from kvsieve.serve.responses.schema import (
+    LOGPROBS,
+    ChosenFunction,
+    FunctionTool,
+    InputItem,
+    InputPart,
+    ResponsesRequest,
+    TextFormat,
+)
+from kvsieve.serve.schema import (
+    ChatMessage,
+    ChatRequest,
+    ContentPart,
+    Function,
+    FunctionCall,
+    JsonSchema,
+    NamedFunction,
+    NamedTool,
+    ResponseFormat,
+    Tool,
+    ToolCall,
+)
+
+_TEXTS = ("input_text", "output_text", "summary_text", "reasoning_text")
+# Members of a chat, by their names here.
+_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+
+
+def chat_request(body: ResponsesRequest, earlier: Sequence[InputItem] = ()) -> ChatRequest:
+    """Return the chat of a body.
+
+    Args:
+        body: the request.
+        earlier: items of the conversation before it.
+
+    Raises:
+        Failure: items that are incomplete, of an unknown type, or without the call they answer; no items; parts that are
+            no text, where only text is possible.
+    """
+    conversation = _Conversation(body.instructions)
+    for item in earlier:
+        conversation.add("previous_response_id", item)
+    for number, item in enumerate(body.input or ()):
+        conversation.add(f"input.{number}", item)
+    if not (earlier or body.input):
+        raise _refused("input", "expected a text, or a list of items with at least one")
+    wants_logprobs = LOGPROBS in (body.include or ())
+    if body.top_logprobs and not wants_logprobs:
+        raise _refused("top_logprobs", f"needs {LOGPROBS!r} in include")
+    return ChatRequest(
+        model=body.model,
+        messages=conversation.messages,
+        stream=body.stream,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        max_completion_tokens=body.max_output_tokens,
+        logprobs=wants_logprobs,
+        top_logprobs=body.top_logprobs if wants_logprobs else None,
+        tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=_response_format(None if body.text is None else body.text.format),
+        kv=body.kv,
+    )
+
+
+def in_own_names(error: InputError | UnsupportedOptionError) -> InputError | UnsupportedOptionError:
+    """Return an error of a chat's preparation with the names that /v1/responses has for its members."""
+    member, colon, rest = str(error).partition(":")
+    name = _NAMES.get(member.partition(".")[0])
+    return type(error)(f"{name}{colon}{rest}") if name and colon else error
+
+
+def listed(item: InputItem) -> dict[str, Any]:
+    """Return an item of the input as it is stored and listed: with an id, and with its content in parts."""
+    prefix = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}.get(item.type, "msg")
+    out = {"status": "completed", **item.model_dump(exclude_none=True)}
+    if item.content is not None:
+        out["content"] = [_listed_part(part, item.role) for part in item.content]
+    if item.output is not None:
+        out["output"] = [_listed_part(part, None) for part in item.output]
+    if item.type == "reasoning":
+        out.setdefault("summary", [])
+    return {**out, "id": item.id or f"{prefix}_{uuid4().hex}", "type": item.type}
+
+
+class _Conversation:
+    """Messages of a chat, made from items.
+
+    Attributes:
+        messages: so far.
+    """
+
+    def __init__(self, instructions: str | None) -> None:
+        self.messages: list[ChatMessage] = []
+        self._calls: set[str] = set()
+        if instructions is not None:
+            self.messages.append(ChatMessage(role="system", content=instructions))
+
+    def add(self, place: str, item: InputItem) -> None:
+        """Add an item. place: of it in the body, for errors."""
+        match item.type:
+            case "message":
+                _check(place, item, "role", "content")
+                self._message(place, item)
+            case "reasoning":
+                self._reasoning(place, item)
+            case "function_call":
+                _check(place, item, "call_id", "name", "arguments")
+                self._calls.add(item.call_id or "")
+                message = self._assistant()
+                function = FunctionCall(name=item.name or "", arguments=item.arguments)
+                message.tool_calls = [*(message.tool_calls or ()), ToolCall(id=item.call_id, function=function)]
+            case "function_call_output":
+                _check(place, item, "call_id", "output")
+                if item.call_id not in self._calls:
+                    raise _refused(
+                        f"{place}.call_id",
+                        f"no function call before it has the id {item.call_id!r}; send the call too, or the response "
+                        "that has it as previous_response_id",
+                    )
+                content = [_part(part) for part in item.output or ()]
+                self.messages.append(ChatMessage(role="tool", content=content, tool_call_id=item.call_id))
+            case other:
+                raise _refused(
+                    place,
+                    f"items of type {other!r} are not taken here; send messages, function calls, their outputs and "
+                    "reasoning",
+                )
+
+    def _message(self, place: str, item: InputItem) -> None:
+        content = item.content or []
+        if item.role == "assistant":
+            message = self._assistant()
+            if message.content and not message.tool_calls:
+                message = self._assistant(new=True)
+            message.content = f"{message.content}{_text(place, content)}"
+        elif item.role == "user":
+            self.messages.append(ChatMessage(role="user", content=[_part(part) for part in content]))
+        elif len(self.messages) == 1 and self.messages[0].role == "system":
+            # Many templates take a single system message.
+            self.messages[0].content = f"{self.messages[0].content}\n\n{_text(place, content)}"
+        else:
+            self.messages.append(ChatMessage(role="system", content=_text(place, content)))
+
+    def _reasoning(self, place: str, item: InputItem) -> None:
+        parts = item.content or item.summary or []
+        if not parts and item.encrypted_content is not None:
+            raise _refused(place, "encrypted reasoning cannot be read here; leave the item out")
+        message = self._assistant()
+        if message.content or message.tool_calls:
+            message = self._assistant(new=True)
+        message.reasoning_content = f"{message.reasoning_content or ''}{_text(place, parts)}"
+
+    def _assistant(self, new: bool = False) -> ChatMessage:
+        """Return the assistant's message at the end of the conversation; a new one if there is none, or if `new`."""
+        if new or not self.messages or self.messages[-1].role != "assistant":
+            self.messages.append(ChatMessage(role="assistant", content=""))
+        return self.messages[-1]
+
+
+def _check(place: str, item: InputItem, *names: str) -> None:
+    for name in names:
+        if name not in item.model_fields_set:
+            raise _refused(f"{place}.{name}", f"missing; an item of type {item.type!r} has it")
+
+
+def _refused(param: str, message: str) -> Failure:
+    return Failure(400, f"{param}: {message}", code="invalid_value", param=param)
+
+
+def _part(part: InputPart) -> ContentPart:
+    if part.type in _TEXTS:
+        return ContentPart(type="text", text=part.text)
+    if part.type != "input_image":
+        return ContentPart(type=part.type, text=part.text, refusal=part.refusal)
+    if part.image_url is None:
+        raise _refused("input", "an image needs image_url with its data; files of OpenAI's are not known here")
+    return ContentPart.model_validate({"type": "image_url", "image_url": {"url": part.image_url}})
+
+
+def _text(place: str, parts: Sequence[InputPart]) -> str:
+    """Return the text of parts where a chat has a single text. Raises Failure for parts that are no text."""
+    texts = []
+    for part in parts:
+        text = part.text if part.type in _TEXTS else part.refusal
+        if text is None:
+            raise _refused(place, f"expected text, got a part of type {part.type!r}")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _listed_part(part: InputPart, role: str | None) -> dict[str, Any]:
+    out = part.model_dump(exclude_none=True)
+    if role == "assistant" and part.type == "input_text":
+        out["type"] = "output_text"
+    if out["type"] == "output_text":
+        out["annotations"] = []
+    if part.type == "input_image":
+        out.setdefault("detail", "auto")
+    return out
+
+
+def _tool(tool: FunctionTool) -> Tool:
+    members = tool.model_dump(include={"name", "description", "parameters", "strict"})
+    return Tool(type="function", function=Function(**members))
+
+
+def _tool_choice(choice: Any) -> Any:
+    if isinstance(choice, ChosenFunction):
+        return NamedTool(type="function", function=NamedFunction(name=choice.name))
+    return choice
+
+
+def _response_format(form: TextFormat | None) -> ResponseFormat | None:
+    if form is None or form.type != "json_schema":
+        return None if form is None else ResponseFormat(type=form.type)
+    if form.schema_ is None:
+        raise _refused("text.format.schema", "missing; the format 'json_schema' has it")
+    schema = JsonSchema(name=form.name, description=form.description, schema=form.schema_, strict=form.strict)
+    return ResponseFormat(type="json_schema", json_schema=schema)

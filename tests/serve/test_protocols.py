@@ -1,0 +1,101 @@
+"""The same conversation over each protocol: the same text, calls, costs and ends."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import openai
+import pytest
+
+from kvsieve.serve.run import ServerOptions, application
+from served_apps import listening
+from toy_tools import scripted, tools_tokenizer
+
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+FUNCTION = {"name": "add", "description": "Adds.", "parameters": PARAMETERS}
+QUESTION = "w1 w2 w3"
+
+
+@dataclass
+class Answer:
+    """An answer in no protocol's form. tokens: of the prompt and of the answer."""
+
+    text: str
+    calls: list[tuple[str, dict]]
+    tokens: tuple[int, int]
+    end: str
+
+
+@pytest.fixture(scope="module")
+def url():
+    tokenizer = tools_tokenizer()
+    with application(scripted(tokenizer), tokenizer, ServerOptions(), "scripted") as app, listening(app) as address:
+        yield f"{address}/v1"
+
+
+def by_chat(url, has_result, limit, stream):
+    messages = [{"role": "user", "content": QUESTION}]
+    if has_result:
+        function = {"name": "add", "arguments": '{"a": 2, "b": 3}'}
+        call = {"id": "call00001", "type": "function", "function": function}
+        messages.append({"role": "assistant", "content": "w4", "tool_calls": [call]})
+        messages.append({"role": "tool", "tool_call_id": "call00001", "content": "5"})
+    tools = [{"type": "function", "function": FUNCTION}]
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+        if stream:
+            with client.chat.completions.stream(
+                model="scripted",
+                messages=messages,
+                tools=tools,
+                max_completion_tokens=limit,
+                stream_options={"include_usage": True},
+            ) as chunks:
+                for _ in chunks:
+                    pass
+                reply = chunks.current_completion_snapshot
+        else:
+            reply = client.chat.completions.create(
+                model="scripted", messages=messages, tools=tools, max_completion_tokens=limit
+            )
+    (choice,) = reply.choices
+    calls = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls or ()]
+    tokens = reply.usage.prompt_tokens, reply.usage.completion_tokens
+    return Answer((choice.message.content or "").strip(), calls, tokens, choice.finish_reason)
+
+
+def by_responses(url, has_result, limit, stream):
+    items = [{"role": "user", "content": QUESTION}]
+    if has_result:
+        call = {"type": "function_call", "call_id": "call00001", "name": "add", "arguments": '{"a": 2, "b": 3}'}
+        items += [{"role": "assistant", "content": "w4"}, call]
+        items.append({"type": "function_call_output", "call_id": "call00001", "output": "5"})
+    asked = {"model": "scripted", "input": items, "tools": [{"type": "function", "strict": None, **FUNCTION}]}
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+        if stream:
+            *_, last = client.responses.create(**asked, max_output_tokens=limit, stream=True)
+            reply = last.response
+        else:
+            reply = client.responses.create(**asked, max_output_tokens=limit)
+    calls = [(item.name, json.loads(item.arguments)) for item in reply.output if item.type == "function_call"]
+    end = "length" if reply.status == "incomplete" else "tool_calls" if calls else "stop"
+    return Answer(reply.output_text.strip(), calls, (reply.usage.input_tokens, reply.usage.output_tokens), end)
+
+
+PROTOCOLS = {"chat": by_chat, "responses": by_responses}
+# Whether the call and its result are part of the conversation, the longest answer, and the answer.
+CASES = {
+    "a call": (False, 20, ("Let_me_see.", [("add", {"a": 2, "b": 3})], "tool_calls")),
+    "an answer": (True, 20, ("The sum is 5.", [], "stop")),
+    "a cut answer": (True, 2, ("The sum", [], "length")),
+}
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("case", CASES)
+def test_protocols_agree(url, case, protocol):
+    has_result, limit, expected = CASES[case]
+    reference = by_chat(url, has_result, limit, stream=False)
+    for stream in (False, True):
+        answer = PROTOCOLS[protocol](url, has_result, limit, stream)
+        assert answer == reference and (answer.text, answer.calls, answer.end) == expected
