@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 from uuid import uuid4
 
 from kvsieve.errors import InputError, UnsupportedOptionError
@@ -44,8 +45,7 @@ def chat_request(body: ResponsesRequest, earlier: Sequence[InputItem] = ()) -> C
         earlier: items of the conversation before it.
 
     Raises:
-        Failure: items that are incomplete, of an unknown type, or without the call they answer; no items; parts that are
-            no text, where only text is possible.
+        Failure: no items, incomplete ones, those of unknown types, and outputs without their call.
     """
     conversation = _Conversation(body.instructions)
     for item in earlier:
@@ -59,7 +59,7 @@ def chat_request(body: ResponsesRequest, earlier: Sequence[InputItem] = ()) -> C
         raise _refused("top_logprobs", f"needs {LOGPROBS!r} in include")
     return ChatRequest(
         model=body.model,
-        messages=conversation.messages,
+        messages=conversation.messages(),
         stream=body.stream,
         temperature=body.temperature,
         top_p=body.top_p,
@@ -94,18 +94,46 @@ def listed(item: InputItem) -> dict[str, Any]:
     return {**out, "id": item.id or f"{prefix}_{uuid4().hex}", "type": item.type}
 
 
-class _Conversation:
-    """Messages of a chat, made from items.
+@dataclass
+class _Turn:
+    """A message in progress.
 
     Attributes:
-        messages: so far.
+        role: of the message.
+        parts: of a user's message, or of a call's output.
+        texts: of a system's or an assistant's message.
+        reasoning: before an assistant's texts.
+        calls: after them.
+        call_id: of an output's call.
     """
 
+    role: Literal["system", "user", "assistant", "tool"]
+    parts: list[ContentPart] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    call_id: str | None = None
+
+    def message(self) -> ChatMessage:
+        text = ("\n\n" if self.role == "system" else "").join(self.texts)
+        return ChatMessage(
+            role=self.role,
+            content=self.parts or text,
+            reasoning_content="".join(self.reasoning) if self.reasoning else None,
+            tool_calls=self.calls or None,
+            tool_call_id=self.call_id,
+        )
+
+
+class _Conversation:
+    """Messages of a chat, made from items."""
+
     def __init__(self, instructions: str | None) -> None:
-        self.messages: list[ChatMessage] = []
-        self._calls: set[str] = set()
-        if instructions is not None:
-            self.messages.append(ChatMessage(role="system", content=instructions))
+        self._turns = [] if instructions is None else [_Turn("system", texts=[instructions])]
+        self._calls: set[str | None] = set()
+
+    def messages(self) -> list[ChatMessage]:
+        return [turn.message() for turn in self._turns]
 
     def add(self, place: str, item: InputItem) -> None:
         """Add an item. place: of it in the body, for errors."""
@@ -117,56 +145,50 @@ class _Conversation:
                 self._reasoning(place, item)
             case "function_call":
                 _check(place, item, "call_id", "name", "arguments")
-                self._calls.add(item.call_id or "")
-                message = self._assistant()
+                self._calls.add(item.call_id)
                 function = FunctionCall(name=item.name or "", arguments=item.arguments)
-                message.tool_calls = [*(message.tool_calls or ()), ToolCall(id=item.call_id, function=function)]
+                self._assistant().calls.append(ToolCall(id=item.call_id, function=function))
             case "function_call_output":
                 _check(place, item, "call_id", "output")
                 if item.call_id not in self._calls:
-                    raise _refused(
-                        f"{place}.call_id",
-                        f"no function call before it has the id {item.call_id!r}; send the call too, or the response "
-                        "that has it as previous_response_id",
-                    )
-                content = [_part(part) for part in item.output or ()]
-                self.messages.append(ChatMessage(role="tool", content=content, tool_call_id=item.call_id))
+                    fault = f"no function call before it has the id {item.call_id!r}"
+                    raise _refused(f"{place}.call_id", f"{fault}; send the call too, or use previous_response_id")
+                self._turns.append(_Turn("tool", _parts(item.output), call_id=item.call_id))
             case other:
-                raise _refused(
-                    place,
-                    f"items of type {other!r} are not taken here; send messages, function calls, their outputs and "
-                    "reasoning",
-                )
+                taken = "send messages, function calls, their outputs and reasoning"
+                raise _refused(place, f"items of type {other!r} are not taken here; {taken}")
 
     def _message(self, place: str, item: InputItem) -> None:
-        content = item.content or []
+        if item.role == "user":
+            self._turns.append(_Turn("user", _parts(item.content)))
+            return
+        text = _text(place, item.content)
         if item.role == "assistant":
-            message = self._assistant()
-            if message.content and not message.tool_calls:
-                message = self._assistant(new=True)
-            message.content = f"{message.content}{_text(place, content)}"
-        elif item.role == "user":
-            self.messages.append(ChatMessage(role="user", content=[_part(part) for part in content]))
-        elif len(self.messages) == 1 and self.messages[0].role == "system":
+            turn = self._assistant()
+            if turn.texts and not turn.calls:
+                turn = self._assistant(new=True)
+            turn.texts.append(text)
+        elif len(self._turns) == 1 and self._turns[0].role == "system":
             # Many templates take a single system message.
-            self.messages[0].content = f"{self.messages[0].content}\n\n{_text(place, content)}"
+            self._turns[0].texts.append(text)
         else:
-            self.messages.append(ChatMessage(role="system", content=_text(place, content)))
+            self._turns.append(_Turn("system", texts=[text]))
 
     def _reasoning(self, place: str, item: InputItem) -> None:
-        parts = item.content or item.summary or []
+        parts = item.content or item.summary
         if not parts and item.encrypted_content is not None:
             raise _refused(place, "encrypted reasoning cannot be read here; leave the item out")
-        message = self._assistant()
-        if message.content or message.tool_calls:
-            message = self._assistant(new=True)
-        message.reasoning_content = f"{message.reasoning_content or ''}{_text(place, parts)}"
+        if parts:
+            turn = self._assistant()
+            if turn.texts or turn.calls:
+                turn = self._assistant(new=True)
+            turn.reasoning.append(_text(place, parts))
 
-    def _assistant(self, new: bool = False) -> ChatMessage:
-        """Return the assistant's message at the end of the conversation; a new one if there is none, or if `new`."""
-        if new or not self.messages or self.messages[-1].role != "assistant":
-            self.messages.append(ChatMessage(role="assistant", content=""))
-        return self.messages[-1]
+    def _assistant(self, new: bool = False) -> _Turn:
+        """Return the assistant's turn at the end of the conversation; a new one if there is none, or if `new`."""
+        if new or not self._turns or self._turns[-1].role != "assistant":
+            self._turns.append(_Turn("assistant"))
+        return self._turns[-1]
 
 
 def _check(place: str, item: InputItem, *names: str) -> None:
@@ -189,10 +211,14 @@ def _part(part: InputPart) -> ContentPart:
     return ContentPart.model_validate({"type": "image_url", "image_url": {"url": part.image_url}})
 
 
-def _text(place: str, parts: Sequence[InputPart]) -> str:
+def _parts(parts: Iterable[InputPart] | None) -> list[ContentPart]:
+    return [_part(part) for part in parts or ()]
+
+
+def _text(place: str, parts: Iterable[InputPart] | None) -> str:
     """Return the text of parts where a chat has a single text. Raises Failure for parts that are no text."""
     texts = []
-    for part in parts:
+    for part in parts or ():
         text = part.text if part.type in _TEXTS else part.refusal
         if text is None:
             raise _refused(place, f"expected text, got a part of type {part.type!r}")
