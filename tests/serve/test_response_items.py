@@ -157,7 +157,6 @@ def test_who_stores_most_loses_the_oldest(limits):
     assert kept.get("b", "r19") is None
 
 
-
 CODES = {429: "rate_limit_exceeded", 413: "invalid_prompt", 503: "server_error"}
 
 

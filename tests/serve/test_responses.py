@@ -206,7 +206,7 @@ def test_log_probabilities_come_with_the_text(client, url):
 BAD = {
     "no input": ({"input": None}, "input", "at least one"),
     "no items": ({"input": []}, "input", "at least one"),
-    "an input of no kind": ({"input": 5}, "input", "valid list"),
+    "an input of no kind": ({"input": 5}, "input", "Input should be a valid array, got 5"),
     "an unknown member": ({"best": 3}, "best", "knows no such parameter"),
     "an unknown member of an item": ({"input": [{"role": "user", "content": "w1", "x": 1}]}, "input.0.x", "no such"),
     "a wrong role": ({"input": [{"role": "king", "content": "w1"}]}, "input.0.role", "king"),
@@ -349,5 +349,3 @@ def test_an_agent_framework_streams(url, adder):
 
     said, kinds = asyncio.run(run())
     assert said == "The sum is 5." and "tool_called" in kinds and "tool_output" in kinds
-
-

@@ -32,7 +32,7 @@ def size_of(texts: Collection[bytes]) -> int:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _KeptEntry:
     """A response, its bytes, and the time when it expires. Items that conversations share are counted in each."""
 
     response: KeptResponse
@@ -67,12 +67,12 @@ class KeptResponses:
         self._clock = clock
         self._lock = threading.Lock()
         # By owner and id, oldest first, and bytes by owner.
-        self._entries: dict[str, dict[str, _Entry]] = {}
+        self._entries: dict[str, dict[str, _KeptEntry]] = {}
         self._sizes: dict[str, int] = {}
 
     def put(self, owner: str, name: str, response: KeptResponse) -> None:
         """Store a response. name: its id."""
-        entry = _Entry(response, size_of((response.reply, *response.conversation)), self._clock() + self._seconds)
+        entry = _KeptEntry(response, size_of((response.reply, *response.conversation)), self._clock() + self._seconds)
         with self._lock:
             self._entries.setdefault(owner, {})[name] = entry
             self._sizes[owner] = self._sizes.get(owner, 0) + entry.size

@@ -33,7 +33,7 @@ _REASONS = "it is unknown, deleted, expired, or was not stored"
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class _PreparedResponse:
     """A prepared request.
 
     Attributes:
@@ -116,7 +116,7 @@ class _Endpoints:
         if not self._kept.drop(owner, name):
             raise _unknown(name)
 
-    def _prepared(self, body: ResponsesRequest, owner: str) -> _Prepared:
+    def _prepared(self, body: ResponsesRequest, owner: str) -> _PreparedResponse:
         earlier = self._earlier(body, owner)
         inputs = tuple(json_text(listed(item)).encode() for item in body.input or ())
         if body.store is not False and size_of((*earlier, *inputs)) > self._kept.largest:
@@ -127,7 +127,7 @@ class _Endpoints:
             order = self._preparer.chat(chat, owner)
         except (InputError, UnsupportedOptionError) as error:
             raise in_own_names(error) from None
-        return _Prepared(order, earlier, inputs)
+        return _PreparedResponse(order, earlier, inputs)
 
     def _earlier(self, body: ResponsesRequest, owner: str) -> tuple[bytes, ...]:
         name = body.previous_response_id
@@ -149,7 +149,7 @@ def _failed(run: ResponseRun, failure: Failure) -> str:
     return "".join(event(json_text(one), one["type"]) for one in run.failed(failure))
 
 
-def _kept_response(turn: _Prepared, reply: JsonObject) -> KeptResponse:
+def _kept_response(turn: _PreparedResponse, reply: JsonObject) -> KeptResponse:
     outputs = tuple(json_text(_without_logprobs(item)).encode() for item in reply["output"])
     return KeptResponse(json_text(reply).encode(), turn.inputs, (*turn.earlier, *turn.inputs, *outputs))
 

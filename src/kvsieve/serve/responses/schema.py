@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from kvsieve.serve.failures import Failure
-from kvsieve.serve.schema import Arguments, KVOptions, Strict, StreamOptions, Text, Whole
+from kvsieve.serve.schema import Arguments, KVOptions, StreamOptions, Strict, Text, Whole
 
 Name = Annotated[str, Field(max_length=200)]
 
@@ -106,7 +106,7 @@ class TextFormat(BaseModel):
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
     description: Text | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")] | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 

@@ -47,7 +47,7 @@ def chat_request(body: ResponsesRequest, earlier: Sequence[InputItem] = ()) -> C
     Raises:
         Failure: no items, incomplete ones, those of unknown types, and outputs without their call.
     """
-    conversation = _Conversation(body.instructions)
+    conversation = _Transcript(body.instructions)
     for item in earlier:
         conversation.add("previous_response_id", item)
     for number, item in enumerate(body.input or ()):
@@ -95,7 +95,7 @@ def listed(item: InputItem) -> dict[str, Any]:
 
 
 @dataclass
-class _Turn:
+class _MessageDraft:
     """A message in progress.
 
     Attributes:
@@ -125,11 +125,11 @@ class _Turn:
         )
 
 
-class _Conversation:
+class _Transcript:
     """Messages of a chat, made from items."""
 
     def __init__(self, instructions: str | None) -> None:
-        self._turns = [] if instructions is None else [_Turn("system", texts=[instructions])]
+        self._turns = [] if instructions is None else [_MessageDraft("system", texts=[instructions])]
         self._calls: set[str | None] = set()
 
     def messages(self) -> list[ChatMessage]:
@@ -153,14 +153,14 @@ class _Conversation:
                 if item.call_id not in self._calls:
                     fault = f"no function call before it has the id {item.call_id!r}"
                     raise _refused(f"{place}.call_id", f"{fault}; send the call too, or use previous_response_id")
-                self._turns.append(_Turn("tool", _parts(item.output), call_id=item.call_id))
+                self._turns.append(_MessageDraft("tool", _parts(item.output), call_id=item.call_id))
             case other:
                 taken = "send messages, function calls, their outputs and reasoning"
                 raise _refused(place, f"items of type {other!r} are not taken here; {taken}")
 
     def _message(self, place: str, item: InputItem) -> None:
         if item.role == "user":
-            self._turns.append(_Turn("user", _parts(item.content)))
+            self._turns.append(_MessageDraft("user", _parts(item.content)))
             return
         text = _text(place, item.content)
         if item.role == "assistant":
@@ -172,7 +172,7 @@ class _Conversation:
             # Many templates take a single system message.
             self._turns[0].texts.append(text)
         else:
-            self._turns.append(_Turn("system", texts=[text]))
+            self._turns.append(_MessageDraft("system", texts=[text]))
 
     def _reasoning(self, place: str, item: InputItem) -> None:
         parts = item.content or item.summary
@@ -184,10 +184,10 @@ class _Conversation:
                 turn = self._assistant(new=True)
             turn.reasoning.append(_text(place, parts))
 
-    def _assistant(self, new: bool = False) -> _Turn:
+    def _assistant(self, new: bool = False) -> _MessageDraft:
         """Return the assistant's turn at the end of the conversation; a new one if there is none, or if `new`."""
         if new or not self._turns or self._turns[-1].role != "assistant":
-            self._turns.append(_Turn("assistant"))
+            self._turns.append(_MessageDraft("assistant"))
         return self._turns[-1]
 
 
@@ -253,5 +253,6 @@ def _response_format(form: TextFormat | None) -> ResponseFormat | None:
         return None if form is None else ResponseFormat(type=form.type)
     if form.schema_ is None:
         raise _refused("text.format.schema", "missing; the format 'json_schema' has it")
-    schema = JsonSchema(name=form.name, description=form.description, schema=form.schema_, strict=form.strict)
+    members = form.model_dump(by_alias=True, include={"name", "description", "schema_", "strict"})
+    schema = JsonSchema.model_validate(members)
     return ResponseFormat(type="json_schema", json_schema=schema)
