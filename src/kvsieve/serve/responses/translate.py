@@ -47,7 +47,7 @@ def chat_request(body: ResponsesRequest, earlier: Sequence[InputItem] = ()) -> C
     Raises:
         Failure: no items, incomplete ones, those of unknown types, and outputs without their call.
     """
-    conversation = _Transcript(body.instructions)
+    conversation = _ItemMessages(body.instructions)
     for item in earlier:
         conversation.add("previous_response_id", item)
     for number, item in enumerate(body.input or ()):
@@ -125,7 +125,7 @@ class _MessageDraft:
         )
 
 
-class _Transcript:
+class _ItemMessages:
     """Messages of a chat, made from items."""
 
     def __init__(self, instructions: str | None) -> None:
