@@ -241,6 +241,11 @@ BAD = {
         "text.format.schema",
         "missing",
     ),
+    "a schema of no kind": (
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "king"}}}},
+        "text.format",
+        "king",
+    ),
     "a method that is not allowed": ({"kv": {"method": "h2o"}}, "kv", "h2o"),
 }
 
