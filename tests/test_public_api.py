@@ -22,7 +22,7 @@ FUNCTIONS = """
 MODELS = """
     cache_dir()
     fetch_demo(quiet=False, *, larger=False)
-    load(model_id_or_dir, dtype='auto', device=None, weights=None)
+    load(model_id_or_dir, dtype='auto', device=None, weights=None, images=False)
     load_demo(dtype='auto')
 """
 SIEVE = """

@@ -10,7 +10,12 @@ from transformers import logging
 
 import kvsieve
 from kvsieve.cache import DenseStore
+from kvsieve.decoding.loop import feed_rows
 from kvsieve.errors import InputError, UnsupportedOptionError
+from kvsieve.hf.forward.request import PassRequest
+from kvsieve.hf.prompt.embed import embed_prompt
+from kvsieve.hf.prompt.options import ReadOptions
+from kvsieve.hf.prompt.read import read_prompt
 from masking import mask_instead
 from tiny_models import build
 
@@ -119,6 +124,8 @@ def test_images_whose_tokens_see_each_other_both_ways_are_refused():
     with kvsieve.attach(model, SNAPKV) as sieve:
         with pytest.raises(UnsupportedOptionError, match="see each other both ways"):
             sieve.generate(ids, **image, **GENERATE)
+        with pytest.raises(UnsupportedOptionError, match="see each other both ways"):
+            embed_prompt(sieve, ids, image)
         text = torch.randint(2, IMAGE - 1, (1, 40))
         assert sieve.generate(text, **GENERATE).stats.applied
 
@@ -138,3 +145,73 @@ def test_text_in_several_turns(name):
         turns = sieve.generate(ids, mask, cache=cache, chunk=8, **GENERATE).output
     assert worst(turns, whole) < near
     assert max((a[1:] - b).abs().max().item() for a, b in zip(whole.logits, alone.logits, strict=True)) < near
+
+
+def read_in_chunks(sieve, cache, ids, chunk, tokens=4):
+    """Logits of a prompt's end and of an answer, the prompt read in chunks."""
+    left, mask = read_prompt(sieve, ids, None, cache, ReadOptions(chunk, tokens))
+    found = [sieve.feed(cache, left[:, cache.num_seen :], mask, logits=1).logits[:, -1]]
+    cache.embedded = None
+    while len(found) < tokens:
+        found.append(sieve.feed(cache, found[-1].argmax(-1)[:, None], None, logits=1).logits[:, -1])
+    return found
+
+
+def apart(found, result) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(found, result.output.logits, strict=True))
+
+
+@pytest.mark.parametrize("name", ["llava", "mistral3", "internvl", "aria", *AXES])
+def test_an_embedded_prompt_is_read_in_chunks_as_in_one_piece(name):
+    """Borders lie within the image; answers go on, and so do later turns, at the right positions."""
+    model = build(name, dtype=torch.float64)
+    ids, image = prompt_with_image(model, name)
+    near = 5e-4 if name == "qwen3_5" else 1e-6
+    for plan in (kvsieve.plan("full"), SNAPKV, FASTKV):
+        with kvsieve.attach(model, plan) as sieve:
+            whole = sieve.generate(ids, **image, **GENERATE)
+            embedded = embed_prompt(sieve, ids, image)
+            cache = sieve.new_cache()
+            cache.embedded = embedded
+            assert apart(read_in_chunks(sieve, cache, ids, 9), whole) < near
+            if plan.evict is not None:
+                assert cache.entries() == whole.cache.entries()
+                continue
+            # Joint passes of the server, and a turn of text.
+            own = cache.fork()
+            said = whole.sequences[:, -1:]
+            (joint, _), _ = feed_rows(sieve, [own, cache.fork()], [said, said])
+            longer = torch.cat([whole.sequences, torch.tensor([[5, 6, 7, 8]])], 1)
+            marks = {**image, "mm_token_type_ids": (longer == IMAGE).long()} if name in AXES else image
+            again = sieve.generate(longer, **marks, **GENERATE)
+            assert apart(read_in_chunks(sieve, cache, longer, 3), again) < near
+            shorter = {**marks, "mm_token_type_ids": marks["mm_token_type_ids"][:, :-4]} if name in AXES else image
+            next_token = sieve.generate(whole.sequences, **shorter, **GENERATE).output.logits[0]
+            assert (joint[:, -1] - next_token).abs().max().item() < near
+
+
+def test_a_copy_of_a_cache_reads_no_images():
+    model = build("llava", dtype=torch.float64)
+    ids, image = prompt_with_image(model, "llava")
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        cache = sieve.new_cache()
+        cache.embedded = embed_prompt(sieve, ids, image)
+        with pytest.raises(UnsupportedOptionError, match="image_token.*read in one piece only"):
+            sieve.feed(cache.fork(), ids, None)
+        with pytest.raises(UnsupportedOptionError, match="more than the tokens of the prompt"):
+            sieve.feed(cache, torch.cat([ids, ids], 1), None)
+        with pytest.raises(InputError, match="the model refuses the images"):
+            embed_prompt(sieve, ids[:, :24], image)
+    with kvsieve.attach(build("llama"), kvsieve.plan("full")) as sieve:
+        with pytest.raises(UnsupportedOptionError, match="reads text alone"):
+            embed_prompt(sieve, ids, image)
+
+
+def test_an_answer_may_hold_the_token_of_an_image():
+    model = build("llava", dtype=torch.float64)
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        cache = sieve.prefill(torch.arange(3, 40)[None])
+        token = torch.tensor([[IMAGE]])
+        sieve.feed(cache, token, None)
+        sieve.feed(cache, torch.cat([token, token], 1), None, PassRequest(tentative=True)).transaction.accept([2])
+        assert cache.num_seen == 40

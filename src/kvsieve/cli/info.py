@@ -34,6 +34,8 @@ _EXTRAS = {
     "prometheus_client": ("serve",),
     "greenlet": ("serve",),
     "httpx": ("serve",),
+    "pillow": ("images",),
+    "torchvision": ("images",),
     "ray": ("ray",),
     "mkdocs-material": ("docs",),
     "mkdocstrings": ("docs",),

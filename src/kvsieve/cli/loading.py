@@ -109,14 +109,17 @@ def check_device(name: str | None) -> None:
         raise InputError(f"--device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
-def load_model(name: str | None, dtype: str, device: str | None = None, weights: str | None = None) -> tuple[Any, Any]:
+def load_model(
+    name: str | None, dtype: str, device: str | None = None, weights: str | None = None, images: bool = False
+) -> tuple[Any, Any]:
     """Load the model, on the best device by default, and its tokenizer, without transformers' own messages.
 
     Prints the dtype that "auto" selects and the size of weights in blocks, and warns if a CPU has no compiled kernels.
+    images: see `kvsieve.models.load`.
     """
     from kvsieve.models.quantized import matrices_of, weight_bytes
 
-    loaded = _loaded(name, dtype, device, weights)
+    loaded = _loaded(name, dtype, device, {"weights": weights, "images": images})
     if kinds := sorted({matrix.kind for matrix in matrices_of(loaded[0])}):
         say(f"weights {bytes_text(weight_bytes(loaded[0]))}, in blocks of {', '.join(kinds)}")
     if loaded[0].device.type == "cpu":
@@ -127,7 +130,23 @@ def load_model(name: str | None, dtype: str, device: str | None = None, weights:
     return loaded
 
 
-def _loaded(name: str | None, dtype: str, device: str | None, weights: Any) -> tuple[Any, Any]:
+def load_processor(name: str | None, weights: str | None) -> Any | None:
+    """Load the processor of a composite model, or return None, and say why one that is there does not load.
+
+    weights: form of the weights; packed ones have no image tower.
+    """
+    from kvsieve import models
+
+    if name is None or weights is not None:
+        return None
+    try:
+        return models.load_processor(name)
+    except models.ModelLoadError as error:
+        say(f"images are refused: {error}; pip install 'kvsieve[images]' has the packages for them")
+        return None
+
+
+def _loaded(name: str | None, dtype: str, device: str | None, more: dict[str, Any]) -> tuple[Any, Any]:
     import torch
     from huggingface_hub.utils import disable_progress_bars
     from transformers.utils import logging
@@ -140,10 +159,10 @@ def _loaded(name: str | None, dtype: str, device: str | None, weights: Any) -> t
     if not sys.stderr.isatty():
         disable_progress_bars()
     if dtype == "checkpoint":
-        return models.load(name, "checkpoint", device=device, weights=weights)
+        return models.load(name, "checkpoint", device=device, **more)
     if dtype != "auto":
-        return models.load(name, getattr(torch, dtype), device=device, weights=weights)
+        return models.load(name, getattr(torch, dtype), device=device, **more)
     choice = auto_dtype(device)
-    loaded = models.load(name, choice.dtype, device=device, weights=weights)
+    loaded = models.load(name, choice.dtype, device=device, **more)
     say(f"dtype {choice.name}: {choice.reason}; --dtype overrides")
     return loaded

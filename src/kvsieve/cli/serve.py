@@ -18,6 +18,7 @@ from kvsieve.cli.loading import (
     check_loading,
     check_model_name,
     load_model,
+    load_processor,
 )
 from kvsieve.cli.memory import Limit, MemoryOption, check_memory
 from kvsieve.cli.options import (
@@ -167,10 +168,11 @@ def serve_command(
         decode=decode,
         log_prompts=log_prompts,
     )
-    loaded, tokenizer = load_model(model, dtype, device, weights)
+    processor = load_processor(model, weights)
+    loaded, tokenizer = load_model(model, dtype, device, weights, images=processor is not None)
     from kvsieve.models.fetch import MODEL_NAME
 
-    serve(loaded, tokenizer, options, model or MODEL_NAME, say)
+    serve(loaded, tokenizer, options, model or MODEL_NAME, say, processor)
 
 
 def _check_packages() -> None:

@@ -260,7 +260,8 @@ def feed_rows(model: AttachedModel, caches: Sequence[SieveCache], ids: Sequence[
     # Rows of one token are a batch; of more, their tokens lie side by side.
     beside = int(max(widths) > 1)
     seen = zip(caches, widths, strict=True)
-    positions = [torch.arange(cache.num_seen, cache.num_seen + width)[None] for cache, width in seen]
+    begins = ((cache.num_seen + cache.conversation.position_shift, width) for cache, width in seen)
+    positions = [torch.arange(begin, begin + width)[None] for begin, width in begins]
     fed = torch.cat([*ids], beside).to(model.model.device)
     call: dict[str, Any] = {
         "input_ids": fed,

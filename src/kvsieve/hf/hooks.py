@@ -17,6 +17,7 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.compat import CACHE_NAMES, DynamicCache, cache_argument, take_cache
 from kvsieve.hf.forward import passes
 from kvsieve.hf.forward.compact import reordered, restored
+from kvsieve.hf.forward.embedding import end_if_embedding
 from kvsieve.hf.forward.own_generate import in_generate
 from kvsieve.hf.forward.resume import resumed
 from kvsieve.hf.forward.tables import make_tables
@@ -47,10 +48,11 @@ def install(model: AttachedModel, *, hidden: bool, leaving: Sequence[int] = (), 
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        end_if_embedding(kwargs)
         session = passes.current()
         if session is not None and session.prepared:
             session.prepared = False
-            return (), kwargs
+            return (), _with_images(session, kwargs)
         session = _begin_plain_pass(model, kwargs, taken_as)
         return (), reordered(kwargs, session.order, session.step.start, names)
 
@@ -149,6 +151,17 @@ def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any], taken_as: st
             "tokens out of the prompt"
         )
     return session
+
+
+def _with_images(session: passes.Session, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a pass of ours, with its part of an embedded prompt in place of token ids."""
+    embedded = session.cache.embedded
+    if embedded is None:
+        return kwargs
+    start = session.step.start
+    count = session.step.num_new
+    session.cache.conversation.position_shift = embedded.shift_after(start + count)
+    return {**kwargs, "input_ids": None, **embedded.part(start, count)}
 
 
 def _propagation_hooks(model: AttachedModel, layers: list[nn.Module], source: int) -> list[Any]:

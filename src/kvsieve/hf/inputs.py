@@ -116,6 +116,13 @@ def check_path(path: Any) -> None:
         raise InputError(f"path must be the name of a file, got {short(path)}")
 
 
+def media_tokens(config: Any) -> dict[int, str]:
+    """Return the ids of tokens that stand for images and the like, with the names of their attributes in a config."""
+    named = {name: value for name, value in vars(config).items() if name.endswith(("_token_id", "_token_index"))}
+    kinds = ("image_t", "video_t", "audio_t")
+    return {value: name for name, value in named.items() if name.startswith(kinds) and isinstance(value, int)}
+
+
 def check_no_media(ids: Tensor, config: Any, plan: str) -> None:
     """Raise UnsupportedOptionError for placeholder tokens of images and the like, which only generate embeds.
 
@@ -124,9 +131,8 @@ def check_no_media(ids: Tensor, config: Any, plan: str) -> None:
         config: of a model with other parts than text.
         plan: the plan's name, for the error.
     """
-    for name, value in vars(config).items():
-        stands = name.endswith(("_token_id", "_token_index")) and name.startswith(("image_t", "video_t", "audio_t"))
-        if stands and isinstance(value, int) and bool((ids == value).any()):
+    for value, name in media_tokens(config).items():
+        if bool((ids == value).any()):
             raise UnsupportedOptionError(
                 f"the prompt holds the token {value} ({name}), in whose place images or the like are to be read, "
                 "and these are read in one piece only: use sieve.generate(ids, mask, pixel_values=...) without "

@@ -192,14 +192,16 @@ class AttachedModel(Unpicklable):
             one = functools.partial(self._feed_plainly, cache, request)
             return feed_one_by_one(one, cache, ids, mask, logits, tentative=request.tentative)
         # Weights are looked at with prompts, not with every token of an answer.
-        check = self._check_follows if several else self.check_tokens
-        check(cache, ids.shape[1], ids)
+        if several:
+            self._check_follows(cache, ids.shape[1], ids, answers=True)
+        else:
+            self.check_tokens(cache, ids.shape[1], ids)
         size = cache.num_seen + ids.shape[1]
         seen = torch.ones(len(ids), size, dtype=torch.long, device=device) if mask is None else mask.long().to(device)
         call: dict[str, Any] = {
             "input_ids": ids,
             "attention_mask": None if mask is None else seen,
-            "position_ids": (seen.cumsum(-1) - 1).clamp_min(0)[:, cache.num_seen :],
+            "position_ids": _positions(cache, seen),
             CACHE: cache,
             "use_cache": True,
         }
@@ -273,14 +275,16 @@ class AttachedModel(Unpicklable):
             self.engine.look()
         self._check_follows(cache, new, text)
 
-    def _check_follows(self, cache: SieveCache, new: int, text: Tensor | None) -> None:
-        """Raise KvsieveError for tokens that cannot follow those in a cache."""
+    def _check_follows(self, cache: SieveCache, new: int, text: Tensor | None, *, answers: bool = False) -> None:
+        """Raise KvsieveError for tokens that cannot follow those in a cache. answers: several are an answer's."""
         self._check_continues(cache, new)
         if new > 1:
             cache.turn.check_beams()
         if new > 1 or text is not None:
             self._check_counts_on(cache)
-        if text is not None and self.is_composite:
+        # An answer may hold the token of an image, as a token like others.
+        prompts = not answers and (new > 1 or cache.turn.reading)
+        if text is not None and self.is_composite and prompts and (cache.embedded is None or not new):
             check_no_media(text, self.model.config, self.plan.name)
 
     def _check_continues(self, cache: SieveCache, new: int) -> None:
@@ -374,3 +378,10 @@ class AttachedModel(Unpicklable):
 
     def _owner(self, adopted: bool = False) -> Owner:
         return Owner(weakref.ref(self.decoder), self.plan, adopted, self.adapters)
+
+
+def _positions(cache: SieveCache, seen: Tensor) -> Tensor:
+    """Return the positions of new tokens, int64 [B, L]. seen: int64 [B, seen + L], 0 for padding."""
+    positions = (seen.cumsum(-1) - 1).clamp_min(0)[:, cache.num_seen :]
+    shift = cache.conversation.position_shift
+    return positions + shift if shift else positions

@@ -22,6 +22,7 @@ def load(
     dtype: torch.dtype | Literal["auto", "checkpoint"] = "auto",
     device: str | torch.device | None = None,
     weights: Literal["expand", "int8", "int4"] | None = None,
+    images: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model in eval mode, and its tokenizer.
 
@@ -35,6 +36,7 @@ def load(
         weights: None: as they are stored, so those of a GGUF file stay in its blocks, on a CPU; other devices get them
             dequantized, with a warning. "expand": dequantized. "int8" or "int4": those of a checkpoint, packed into
             blocks of 8 or 4 bits, on a CPU.
+        images: all parts of a composite checkpoint, to read images. Default False: its text part, if that loads alone.
 
     Returns:
         model: with the attention implementation that transformers chooses.
@@ -52,7 +54,7 @@ def load(
     device = torch.device(default_device() if device is None else device)
     if dtype == "auto":
         dtype = auto_dtype(device).dtype
-    found = _load(None if model_id_or_dir is None else os.fspath(model_id_or_dir), dtype, device, weights)
+    found = _load(None if model_id_or_dir is None else os.fspath(model_id_or_dir), dtype, device, weights, images)
     # Of lists of words above all, from which tokenizers are made.
     return_freed_memory()
     return found
@@ -63,6 +65,7 @@ def _load(
     dtype: torch.dtype | Literal["checkpoint"],
     device: torch.device,
     weights: Literal["expand", "int8", "int4"] | None,
+    images: bool,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     import torch
 
@@ -84,13 +87,13 @@ def _load(
         checkpoint_source(name)
         return load_blocks(name, torch.float32 if dtype == "checkpoint" else dtype)
     else:
-        model, tokenizer = _load_any(name, "auto" if dtype == "checkpoint" else dtype)
+        model, tokenizer = _load_any(name, "auto" if dtype == "checkpoint" else dtype, images)
     # A loader of low-bit weights has placed them on a device already.
     return model if hasattr(model, "hf_device_map") else model.to(device), tokenizer  # type: ignore[arg-type]
 
 
-def _load_any(name: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _load_any(name: str, dtype: torch.dtype | str, images: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
     source, options = checkpoint_source(name)
     if "gguf_file" in options:
@@ -100,11 +103,23 @@ def _load_any(name: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel, Pre
     check_weights(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+        auto: Any = AutoModelForCausalLM
+        if _reads_images(source, options, images):
+            auto = AutoModelForImageTextToText
+        model = auto.from_pretrained(source, dtype=dtype, **options)
     except Exception as exc:
         raise load_error(f"cannot load {name!r}", options, exc) from exc
     _prepare(tokenizer)
     return model.eval(), tokenizer
+
+
+def _reads_images(source: str, options: dict[str, Any], wanted: bool) -> bool:
+    """Return True for a checkpoint that is loaded with its image tower: if wanted, or if it does not load without."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    kind = type(AutoConfig.from_pretrained(source, **options))
+    text = kind in AutoModelForCausalLM._model_mapping
+    return kind in AutoModelForImageTextToText._model_mapping and (wanted or not text)
 
 
 def _prepare(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -128,6 +143,31 @@ def load_tokenizer(model_id_or_dir: str | None) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(source, **options)
     except Exception as exc:
         raise load_error(f"cannot load the tokenizer of {model_id_or_dir!r}", options, exc) from exc
+
+
+def load_processor(model_id_or_dir: str | None) -> Any | None:
+    """Load the processor of a checkpoint that reads images; return None for one of text.
+
+    Raises ModelLoadError if the processor does not load, for example without the package pillow or torchvision.
+    """
+    from transformers import AutoProcessor
+
+    if model_id_or_dir is None:
+        return None
+    source, options = checkpoint_source(model_id_or_dir)
+    if "gguf_file" in options:
+        return None
+    try:
+        if not _reads_images(source, options, wanted=True):
+            return None
+    except Exception:
+        # Loading the model says what is wrong with its config.
+        return None
+    try:
+        processor = AutoProcessor.from_pretrained(source, **options)
+    except Exception as exc:
+        raise load_error(f"cannot load the processor of {model_id_or_dir!r}", options, exc) from exc
+    return processor if "image_processor" in vars(processor) else None
 
 
 def __getattr__(name: str) -> Any:

@@ -28,8 +28,8 @@ class CallArguments(dict[str, Any]):
 def forms(messages: Messages) -> Iterator[list[dict[str, Any]]]:
     """Yield a chat in the forms that templates accept, the given one first.
 
-    Then: parts joined to a text, one per line; every text as a part; arguments of calls as text only; and all of these
-    with ids of calls of nine letters and digits.
+    Then: parts joined to a text, one per line, if all are texts; every text as a part; arguments of calls as text only;
+    and all of these with ids of calls of nine letters and digits.
     """
     original = [dict(message) for message in messages]
     found = [original]
@@ -65,7 +65,7 @@ def _arguments(message: Mapping[str, Any]) -> list[Any]:
 
 def _texts(content: Any) -> list[str]:
     if isinstance(content, list):
-        return [part["text"] for part in content]
+        return [part["text"] for part in content if "text" in part]
     return [content] if isinstance(content, str) else []
 
 
@@ -76,7 +76,9 @@ def _contents(messages: list[dict[str, Any]], change: Callable[[Any], Any]) -> l
 
 
 def _joined(content: Any) -> Any:
-    return "\n".join(_texts(content)) if isinstance(content, list) else content
+    if not isinstance(content, list) or any("text" not in part for part in content):
+        return content
+    return "\n".join(_texts(content))
 
 
 def _parted(content: Any) -> Any:

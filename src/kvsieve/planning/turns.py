@@ -143,10 +143,16 @@ def plain_ids(tokenizer: Any, text: str, parse_special: bool = False) -> list[in
     hidden = text if parse_special else escaped(tokenizer, text)
     if _OPEN not in hidden or parse_special:
         return list(tokenizer(text, verbose=False)["input_ids"])
+    before, after = added_ids(tokenizer)
+    return [*before, *token_ids(tokenizer, hidden), *after]
+
+
+def added_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Return the tokens that a tokenizer adds before and after any text."""
     whole = list(tokenizer("x")["input_ids"])
     bare = _ids(tokenizer, "x")
     at = next(at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
-    return [*whole[:at], *token_ids(tokenizer, hidden), *whole[at + len(bare) :]]
+    return whole[:at], whole[at + len(bare) :]
 
 
 def _ids(tokenizer: Any, text: str, **how: Any) -> list[int]:

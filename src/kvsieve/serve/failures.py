@@ -33,7 +33,7 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 
-_KIND = re.compile(r"^(str|int|float|bool)$|^constrained-|[\[(]")
+_KIND = re.compile(r"^(str|int|float|bool|ImageURL)$|^constrained-|[\[(]")
 
 
 class Failure(Exception):

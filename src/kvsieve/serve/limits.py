@@ -22,6 +22,9 @@ class ServerLimits:
         uploads: bodies of the longest kind in memory at once.
         messages: of a chat.
         stops: texts that end an answer.
+        images: of a request.
+        pixels: of all images of a request together.
+        image_bytes: of all requests' images together, as the model is given them.
     """
 
     running: int = 16
@@ -36,6 +39,9 @@ class ServerLimits:
     uploads: int = 16
     messages: int = 1000
     stops: int = 16
+    images: int = 16
+    pixels: int = 1 << 25
+    image_bytes: int = 1 << 30
 
     @property
     def requests(self) -> int:

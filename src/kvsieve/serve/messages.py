@@ -9,6 +9,7 @@ from typing import Any
 
 from kvsieve.errors import InputError
 from kvsieve.planning.forms import CallArguments
+from kvsieve.serve.images import ImageFile, image_file
 from kvsieve.serve.schema import ContentPart, Tool, ToolCall
 
 _KINDS = {"image": "images", "audio": "audio parts", "video": "videos", "file": "files"}
@@ -27,17 +28,39 @@ def all_texts(part: Any) -> Iterator[str]:
             yield from all_texts(value)
 
 
-def part_text(part: ContentPart) -> str:
-    """Return the text of a part. Raises InputError for an image or the like."""
+def template_part(part: ContentPart, place: str, files: list[ImageFile] | None) -> dict[str, Any]:
+    """Return a part of a message for chat templates.
+
+    Args:
+        part: of text, or an image.
+        place: of the part in the request.
+        files: gets the image; None for a model of text alone.
+
+    Raises:
+        InputError: a part of another kind, or an image for a model of text.
+        Failure: an image that is no data URL.
+    """
+    if part.type == "image_url" and files is not None:
+        files.append(image_file(part, place))
+        return {"type": "image"}
     text = {"text": part.text, "refusal": part.refusal}.get(part.type)
     if text is not None:
-        return text
+        return {"type": "text", "text": text}
     kind = next((name for mark, name in _KINDS.items() if mark in part.type), "such parts")
+    if kind == "images" and files is not None:
+        raise InputError(f"messages: an image is a part of type 'image_url' here, got {part.type!r}")
     raise InputError(
         f"messages: {kind} are not read here, the model is given text alone; leave the part of type {part.type!r} out"
         if part.type not in ("text", "refusal")
         else f"messages: a part of type {part.type!r} has no {part.type}"
     )
+
+
+def parted(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with every text as a part: templates with images rarely take both forms in one chat."""
+    texts = (message.get("content") for message in messages)
+    contents = ([{"type": "text", "text": text}] if isinstance(text, str) and text else text for text in texts)
+    return [{**message, "content": content} for message, content in zip(messages, contents, strict=True)]
 
 
 def template_tool(tool: Tool) -> dict[str, Any]:

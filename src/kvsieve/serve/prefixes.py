@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import os
 from typing import Any
@@ -17,6 +18,8 @@ from kvsieve.store import PrefixStore
 _log = logging.getLogger(__name__)
 # Most nodes listed.
 _SHOWN = 200
+# Most prompts with images whose positions are remembered.
+_SHIFTS = 1024
 
 
 class Prefixes:
@@ -33,6 +36,10 @@ class Prefixes:
     def covered(self, sieve: Sieve, order: Order, chunk: int) -> int:
         """Return the number of tokens that `find` would return."""
         return 0
+
+    def shift_after(self, order: Order) -> int | None:
+        """Return the shift of positions after a prompt's images that an earlier reading found, or None."""
+        return None
 
     def at_border(self, reading: PromptReader, left: int) -> None:
         """Store the beginning of a prompt with `left` tokens not prefilled, if it is a border."""
@@ -69,6 +76,7 @@ class ServerPrefixes(Prefixes):
     def __init__(self, store: PrefixStore, share: bool) -> None:
         self.store = store
         self.share = share
+        self._shifts: collections.OrderedDict[bytes, int] = collections.OrderedDict()
 
     def why_not(self, sieve: Sieve, order: Order) -> str | None:
         return unserved(sieve, vars(order.constraints))
@@ -76,10 +84,13 @@ class ServerPrefixes(Prefixes):
     def find(self, sieve: Sieve, order: Order, chunk: int) -> FoundPrompt | None:
         if self.why_not(sieve, order) is not None:
             return None
-        return self._of(order).find(sieve, order.ids, chunk)
+        return self._of(order).find(sieve, order.known_ids, chunk)
+
+    def shift_after(self, order: Order) -> int | None:
+        return None if order.images is None else self._shifts.get(order.images.key)
 
     def covered(self, sieve: Sieve, order: Order, chunk: int) -> int:
-        return 0 if self.why_not(sieve, order) is not None else self._of(order).covered(sieve, order.ids, chunk)
+        return 0 if self.why_not(sieve, order) is not None else self._of(order).covered(sieve, order.known_ids, chunk)
 
     def at_border(self, reading: PromptReader, left: int) -> None:
         plan = reading.sieve.plan
@@ -88,14 +99,19 @@ class ServerPrefixes(Prefixes):
         # The whole prompt is stored before it is answered, and serves shorter ones where nothing has been dropped.
         last = left <= chunk and (cache.forgets or acts_at_end(plan))
         if self._of(reading.ticket.order).is_border(plan, cache, chunk, last):
-            self._put(reading, reading.ticket.order.ids)
+            self._put(reading, reading.ticket.order.known_ids)
 
     def add(self, reading: PromptReader) -> None:
+        images = reading.ticket.order.images
+        if images is not None and reading.shift is not None:
+            self._shifts[images.key] = reading.shift
+            if len(self._shifts) > _SHIFTS:
+                self._shifts.popitem(last=False)
         if reading.cache.num_seen >= LEAST:
-            self._put(reading, reading.ticket.order.ids)
+            self._put(reading, reading.ticket.order.known_ids)
 
     def add_answer(self, reading: PromptReader, answer: Answer) -> None:
-        self._put(reading, (*reading.ticket.order.ids, *answer.tokens))
+        self._put(reading, (*reading.ticket.order.known_ids, *answer.tokens))
 
     def _put(self, reading: PromptReader, ids: tuple[int, ...]) -> None:
         order = reading.ticket.order

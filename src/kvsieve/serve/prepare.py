@@ -17,12 +17,13 @@ from kvsieve.planning.budget import percent_doubt
 from kvsieve.planning.turns import plain_ids, render, stop_ids, token_ids
 from kvsieve.serve.allowed import AllowedPlans
 from kvsieve.serve.grammars import Grammars
+from kvsieve.serve.images import ImageFile, ImageReader
 from kvsieve.serve.limits import ServerLimits
-from kvsieve.serve.messages import all_texts, part_text, template_call, template_tool
+from kvsieve.serve.messages import all_texts, parted, template_call, template_part, template_tool
 from kvsieve.serve.parsers.form import AnswerForm
 from kvsieve.serve.parsers.found import call_form
 from kvsieve.serve.schema import ChatMessage, ChatRequest, CommonRequest, CompletionRequest, TokenizeRequest
-from kvsieve.serve.ticket import Order
+from kvsieve.serve.ticket import Order, PromptImages
 
 # Temperatures below which only the likeliest token has a probability above 0, and logits overflow float32.
 _COLD = 1e-4
@@ -53,13 +54,22 @@ class Preparer:
         plans: plans that requests may select.
         limits: of requests.
         context: tokens of the model's context, None if unlimited.
+        processor: of a composite model; None to refuse images.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, plans: AllowedPlans, limits: ServerLimits, context: int | None = None
+        self,
+        model: Any,
+        tokenizer: Any,
+        plans: AllowedPlans,
+        limits: ServerLimits,
+        context: int | None = None,
+        processor: Any = None,
     ) -> None:
         # Tokenizing briefly changes settings of the tokenizer, so decoding uses a copy without a lock.
         self.tokenizer = copy.deepcopy(tokenizer)
+        if processor is not None and isinstance(processor.chat_template, str):
+            self.tokenizer.chat_template = processor.chat_template
         self.plans = plans
         self.limits = limits
         self.token_bytes, self._text_of = token_bytes(tokenizer), partial(text_of, tokenizer)
@@ -68,12 +78,15 @@ class Preparer:
         self._default = config.max_new_tokens
         own = config.stop_strings
         self._stop_texts = [own] if isinstance(own, str) else list(own or [])
-        self._stops = stop_ids(tokenizer, config.eos_token_id)
+        self._stops = stop_ids(self.tokenizer, config.eos_token_id)
         self._controls = {word.content: token for token, word in tokenizer.added_tokens_decoder.items() if word.special}
         self._words = model.get_input_embeddings().num_embeddings
         self._context = context
         self._lock = threading.Lock()
         self.grammars = Grammars(tokenizer)
+        self._images = None
+        if processor is not None:
+            self._images = ImageReader(processor, model, self.tokenizer, self._ids, limits)
 
     def chat(self, request: ChatRequest, owner: str) -> Order:
         """Return the order of a chat. Raises InputError, PlanError."""
@@ -82,7 +95,9 @@ class Preparer:
             raise InputError(f"messages: at most {limits.messages} are taken here, got {len(request.messages)}")
         if not self.tokenizer.chat_template:
             raise InputError("the model has no chat template; use /v1/completions")
-        messages = [_message(message) for message in request.messages]
+        files: list[ImageFile] | None = None if self._images is None else []
+        numbered = enumerate(request.messages)
+        messages = [_message(message, f"messages.{number}", files) for number, message in numbered]
         tools = [template_tool(tool) for tool in request.tools or ()] if request.tool_choice != "none" else []
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         if request.top_logprobs is not None and not request.logprobs:
@@ -95,8 +110,12 @@ class Preparer:
         if grammar is not None and tools:
             raise InputError("tools: the form of the whole answer is given too; leave it out, or tool_choice none")
         self._check_length("\n".join(all_texts(request.model_dump(include={"messages", "tools"}))))
-        text = self._rendered(messages, tools or None)
-        ids = self._ids(text)
+        images = None
+        if files:
+            text, ids, images = self._with_images(request, parted(messages), tools or None, files)
+        else:
+            text = self._rendered(messages, tools or None)
+            ids = self._ids(text)
         spans, question = self._spans(request, messages, tools or None, text)
         names = {tool["function"]["name"] for tool in tools}
         with self._lock:
@@ -104,7 +123,27 @@ class Preparer:
         order = self._order(request, ids, owner, logprobs, request.max_completion_tokens)
         constraints = PromptConstraints(spans, None, question)
         order = replace(order, constraints=constraints, form=form, grammar=grammar)
-        return replace(order, progress=bool(request.return_progress))
+        return replace(order, progress=bool(request.return_progress), images=images)
+
+    def _with_images(
+        self, request: ChatRequest, messages: list[dict[str, Any]], tools: Any, files: list[ImageFile]
+    ) -> tuple[str, list[int], PromptImages]:
+        """Return the rendered chat, its token ids and its images."""
+        assert self._images is not None
+        if len(files) > self.limits.images:
+            raise InputError(f"messages: at most {self.limits.images} images are taken here, got {len(files)}")
+        kv = request.kv
+        if kv is not None and (kv.protect is not None or kv.question):
+            raise InputError("kv: protect and question count tokens of texts; leave them out, or leave the images out")
+        plan = self.plans.of(kv)
+        if plan.shortens_prompt or plan.probes or plan.drafts:
+            raise InputError(
+                f"kv.method: {plan.name} reads the prompt in steps of its own, which have no images; take another "
+                "method, or leave the images out"
+            )
+        self._images.check_texts(list(all_texts([*messages, *(tools or ())])))
+        text = self._rendered(messages, tools)
+        return (text, *self._images.prompt(text, files))
 
     def completion(self, request: CompletionRequest, owner: str) -> list[Order]:
         """Return the orders of a completion, one per prompt. Raises InputError, PlanError."""
@@ -268,15 +307,16 @@ def _plain_constraints(request: CompletionRequest) -> tuple[list[tuple[int, int]
     return [part for part in kv.protect or () if not isinstance(part, int)] or None, None, kv.question or None
 
 
-def _message(message: ChatMessage) -> dict[str, Any]:
+def _message(message: ChatMessage, place: str = "messages", files: list[ImageFile] | None = None) -> dict[str, Any]:
+    """Return a message for chat templates. files: gets its images; None for a model of text alone."""
     content = message.content if message.content is not None else message.refusal
     if content is None and not message.tool_calls:
         raise InputError(f"messages: the {message.role}'s message has no content")
     out: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content or ""}
     if isinstance(content, list):
-        texts = [part_text(part) for part in content]
-        parts = [{"type": "text", "text": text} for text in texts]
-        out["content"] = parts if len(parts) > 1 else "".join(texts)
+        parts = [template_part(part, f"{place}.content.{number}", files) for number, part in enumerate(content)]
+        plain = len(parts) < 2 and all(part["type"] == "text" for part in parts)
+        out["content"] = "".join(part["text"] for part in parts) if plain else parts
     if message.reasoning_content is not None:
         out["reasoning_content"] = message.reasoning_content
     if message.name is not None:

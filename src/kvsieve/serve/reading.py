@@ -14,12 +14,13 @@ from torch import Tensor
 from kvsieve.decoding.asked import AnswerPart, PromptProgress
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.forward.passes import closing
+from kvsieve.hf.prompt.embed import embed_prompt
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.hf.reuse import FoundPrompt
 from kvsieve.hf.sieve import Sieve
 from kvsieve.serve.pace import Coroutine, ReadingPace
-from kvsieve.serve.ticket import Ticket
+from kvsieve.serve.ticket import PromptImages, Ticket
 
 
 class PromptReader:
@@ -36,6 +37,7 @@ class PromptReader:
         seconds: time that prefilling what the cache holds takes.
         queued: seconds from the request until the prefill began.
         notes: sent with the answer.
+        shift: position of a token after the images, less its index; None if it is unknown before they are embedded.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class PromptReader:
         self._began: float | None = None
         self._find = find
         self._border = border
+        self.shift: int | None = None
         self._run = Coroutine(self._read, pace)
         self._together = functools.partial(self._run.begin_pass, joins)
 
@@ -123,6 +126,8 @@ class PromptReader:
         self.cached = self.done = cache.conversation.caller_length_and_mask()[0]
         self.report()
         ids = torch.tensor([order.ids], device=sieve.model.device)
+        if order.images is not None:
+            self._embed(ids, order.images)
         options = ReadOptions(
             chunk=self.chunk,
             new_tokens=order.max_tokens,
@@ -134,9 +139,19 @@ class PromptReader:
             # All are tokens of the prompt, even those equal to the pad token.
             left, mask = read_prompt(sieve, ids, torch.ones_like(ids), cache, options)
             result = sieve.feed(cache, left[:, cache.num_seen :], mask, logits=1)
+        cache.embedded = None
         assert result.logits is not None
         self.logits = result.logits[0, -1].cpu()
         self.done = len(order.ids)
+
+    def _embed(self, ids: Tensor, images: PromptImages) -> None:
+        """Embed the images, or only the positions after them, if the found prefix holds them all."""
+        cache = self.cache
+        if self.shift is not None and self.cached >= images.end:
+            cache.conversation.position_shift = self.shift
+            return
+        cache.embedded = embed_prompt(self.sieve, ids, images.inputs)
+        self.shift = cache.embedded.shift_after(images.end)
 
     def _pause(self, done: int, total: int) -> None:
         self.done = self.cached + done

@@ -93,8 +93,13 @@ class ServerOptions:
 
 
 @contextlib.contextmanager
-def application(model: Any, tokenizer: Any, options: ServerOptions, name: str) -> Iterator[FastAPI]:
-    """Make the application with a scheduler that runs inside the block."""
+def application(
+    model: Any, tokenizer: Any, options: ServerOptions, name: str, processor: Any = None
+) -> Iterator[FastAPI]:
+    """Make the application with a scheduler that runs inside the block.
+
+    processor: of a composite model; None to refuse images.
+    """
     limits = options.limits
     if limits.kv_bytes is None:
         limits = dataclasses.replace(limits, kv_bytes=free_bytes(model))
@@ -106,7 +111,7 @@ def application(model: Any, tokenizer: Any, options: ServerOptions, name: str) -
         plan = scheduler.check_plan(options.plan)
         if options.draft is not None:
             check_draft(options.draft, under(sieve, plan))
-        preparer = Preparer(model, tokenizer, plans, limits, scheduler.context)
+        preparer = Preparer(model, tokenizer, plans, limits, scheduler.context, processor)
         service = Service(
             scheduler=scheduler,
             preparer=preparer,
@@ -137,15 +142,19 @@ def _hosts(options: ServerOptions) -> tuple[str, ...]:
     return ("localhost", "127.0.0.1", "[::1]", host, *options.hosts) if guarded else ()
 
 
-def serve(model: Any, tokenizer: Any, options: ServerOptions, name: str, say: Callable[[str], None]) -> None:
+def serve(
+    model: Any, tokenizer: Any, options: ServerOptions, name: str, say: Callable[[str], None], processor: Any = None
+) -> None:
     """Serve until a signal stops the process; then finish running answers and write the store.
+
+    processor: see `application`.
 
     Raises InputError for an address that is not available, or that others reach without a key.
     """
     check_reach(options.keys, options.host, options.open, options.origins)
     listening = listening_socket(options.host, options.port)
     port = listening.getsockname()[1]
-    with kept_signals(), application(model, tokenizer, options, name) as app, ended_by_signals(say):
+    with kept_signals(), application(model, tokenizer, options, name, processor) as app, ended_by_signals(say):
         service: Service = app.state.service
 
         def ready() -> None:

@@ -17,6 +17,7 @@ from kvsieve.hf.attach import under
 from kvsieve.hf.model.context import context_of
 from kvsieve.hf.sieve import Sieve
 from kvsieve.planning.plans import Plan
+from kvsieve.serve.images import tower_layers
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.pace import pause_within
 from kvsieve.serve.plan_sieves import PlanSieves
@@ -154,7 +155,7 @@ class Scheduler:
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)
-        hooks = pause_within(self.sieve.layers)
+        hooks = pause_within([*self.sieve.layers, *tower_layers(self.sieve)])
         try:
             while self._go_on():
                 pass

@@ -130,12 +130,24 @@ class ToolCall(BaseModel):
     function: FunctionCall
 
 
+class ImageURL(BaseModel):
+    """An image as a data URL, data:image/png;base64,... The detail has no effect: the processor chooses sizes."""
+
+    url: Text
+    detail: Literal["auto", "low", "high"] | None = None
+
+
 class ContentPart(BaseModel):
-    """A part of a message's content. Parts other than text are refused by name, so their members are not listed."""
+    """A part of a message's content. Parts that are neither text nor image are refused by name.
+
+    image_url: a bare text is refused in words, as OpenAI does.
+    """
 
     type: Annotated[str, Field(max_length=40)]
     text: Text | None = None
     refusal: Text | None = None
+    # No text of the prompt.
+    image_url: Annotated[ImageURL | Text | None, Field(exclude=True)] = None
 
 
 class ChatMessage(Strict):

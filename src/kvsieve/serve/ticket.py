@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from kvsieve.decoding.asked import AnswerPart, Sampling
 from kvsieve.errors import KvsieveError
@@ -65,6 +67,24 @@ class Summary:
 Event = AnswerPart | Summary | Exception
 
 
+@dataclass(frozen=True, eq=False)
+class PromptImages:
+    """Images of a prompt.
+
+    Attributes:
+        inputs: of the model, by name, as its processor makes them; pixels among them.
+        tokens: the prompt's tokens with those of images replaced by negative numbers of the images' content, so that
+            equal prefixes have equal images.
+        end: tokens of the prompt up to the last one of an image.
+        key: of the prompt up to there.
+    """
+
+    inputs: Mapping[str, Tensor]
+    tokens: tuple[int, ...]
+    end: int
+    key: bytes
+
+
 @dataclass(frozen=True)
 class Order:
     """A checked request.
@@ -89,6 +109,7 @@ class Order:
         progress: report the progress of the prefill.
         draft: source of drafts of the answers; None for none.
         grammar: that every answer matches; None for none.
+        images: of the prompt; None for text.
     """
 
     ids: tuple[int, ...]
@@ -110,6 +131,12 @@ class Order:
     progress: bool = False
     draft: Draft | None = None
     grammar: CompiledGrammar | None = None
+    images: PromptImages | None = None
+
+    @property
+    def known_ids(self) -> tuple[int, ...]:
+        """The prompt as a store knows it: its token ids, and numbers of the images' content."""
+        return self.ids if self.images is None else self.images.tokens
 
 
 @dataclass(eq=False)

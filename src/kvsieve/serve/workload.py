@@ -95,6 +95,7 @@ class Workload:
             )
             if (reason := self.prefixes.why_not(sieve, order)) is not None:
                 reader.notes.append(f"the prefix store was left out: {reason}")
+            reader.shift = self.prefixes.shift_after(order)
             reader.expect(self._covered(reader))
             reader.report()
             self._reading.add(reader)

@@ -13,6 +13,7 @@ from kvsieve.cache.tensors import storage_bytes
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
 from kvsieve.hf.cache.copies import Forked
 from kvsieve.hf.cache.crop import Undecided, take_back, why_not_candidates
+from kvsieve.hf.cache.embedded import EmbeddedPrompt
 from kvsieve.hf.cache.layer import SieveLayer
 from kvsieve.hf.cache.layers import kind_of, new_layer
 from kvsieve.hf.cache.owner import Owner
@@ -40,6 +41,7 @@ class SieveCache(Forked, Cache):
         moment: a number that changes with every change of the cache.
         candidates: True if passes over several tokens after a prompt are candidates for its answer; see `crop`.
         undecided: the last pass, if `crop` can undo it; None for others.
+        embedded: the prompt in progress, if it holds images; None for text.
     """
 
     _instead = "save it with sieve.save(cache, path), which sieve.load reads"
@@ -56,6 +58,7 @@ class SieveCache(Forked, Cache):
         self.moment = 0
         self.candidates = False
         self.undecided: Undecided | None = None
+        self.embedded: EmbeddedPrompt | None = None
         self.snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
 
     @property
@@ -207,6 +210,7 @@ class SieveCache(Forked, Cache):
         other.conversation = self.conversation.copy()
         other.snapshots = weakref.WeakSet()
         other.undecided = None
+        other.embedded = None
         other.layers = layers
         return other
 

@@ -151,6 +151,7 @@ class Conversation:
         protected: tokens that must not be evicted.
         multi_axis_positions: True once tokens had positions on several axes, such as an image's: later positions do not
             simply count on.
+        position_shift: position of a token less its index, after images; 0 for text.
         propagated: places where tokens were dropped between layers, in order.
         acted: (start, end) columns of the prompts that the plan has acted on, in order.
         tables: minimum and maximum length of the rotary tables used so far; None if tables do not depend on it.
@@ -165,6 +166,7 @@ class Conversation:
     short_prompt: ShortPrompt | None = None
     protected: ProtectedTokens | None = None
     multi_axis_positions: bool = False
+    position_shift: int = 0
     propagated: tuple[PropagatedTokens, ...] = ()
     acted: tuple[tuple[int, int], ...] = ()
     tables: tuple[int, int] | None = None

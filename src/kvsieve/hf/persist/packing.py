@@ -110,9 +110,11 @@ def unpacked(value: Any, tensors: dict[str, Tensor], device: torch.device, readi
         return tuple(parts) if kind == "tuple" else set(parts)
     facts = {**parts, "plan": reading} if kind == "ShortPrompt" else parts
     fields = {field.name: field for field in dataclasses.fields(_RECORDS[kind])}
-    later = {"Conversation": {"acted", "tables", "ends"}, "Turn": {"length"}, "TurnRecord": {"blocks", "reread"}}.get(
-        kind, set()
-    )
+    later = {
+        "Conversation": {"acted", "tables", "ends", "position_shift"},
+        "Turn": {"length"},
+        "TurnRecord": {"blocks", "reread"},
+    }.get(kind, set())
     if not fields.keys() - later <= facts.keys() <= fields.keys():
         raise ValueError(f"a {kind} of that version holds other facts")
     return _RECORDS[kind](**facts)
