@@ -91,41 +91,45 @@ class Answer:
     def _send(self) -> None:
         if self.finish is not None and self._words is not None:
             self._held.add(self._words.end())
-        if self._held.stopped:
+        if self._held.stop is not None:
             self.finish = "stop"
         text = self._held.take(last=self.finish is not None)
         self.text += text
-        if self._held.stopped:
+        if self._held.stop is not None:
             # The answer does not include tokens of the stop.
             self._unsent = [token for token in self._unsent if token.offset < len(self.text)]
         if self._tell is not None and (text or self.finish is not None):
             tokens = () if self.sampler.rules.logprobs is None else tuple(self._unsent)
-            self._tell(AnswerPart(self._number, text, tokens, self.finish))
+            self._tell(AnswerPart(self._number, text, tokens, self.finish, stop=self._held.stop))
             self._unsent.clear()
 
 
 class StopText:
-    """Text up to the first of some stops; a possible beginning of a stop is buffered."""
+    """Text up to the first of some stops; a possible beginning of a stop is buffered.
+
+    Attributes:
+        stop: the one that was found; None before.
+    """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.stops = stops
-        self.stopped = False
+        self.stop: str | None = None
         self._held = ""
 
     def add(self, text: str) -> None:
         """Append text; ignored after a stop."""
-        if self.stopped:
+        if self.stop is not None:
             return
         self._held += text
-        found = [at for stop in self.stops if (at := self._held.find(stop)) >= 0]
+        found = [(at, stop) for stop in self.stops if (at := self._held.find(stop)) >= 0]
         if found:
-            self._held = self._held[: min(found)]
-            self.stopped = True
+            at, self.stop = min(found)
+            self._held = self._held[:at]
 
     def take(self, *, last: bool) -> str:
         """Return the text that is final. last: the answer has ended."""
         keep = 0
-        if not (last or self.stopped):
+        if not last and self.stop is None:
             longest = max(map(len, self.stops), default=1) - 1
             ends = range(min(longest, len(self._held)), 0, -1)
             keep = next((n for n in ends if any(stop.startswith(self._held[-n:]) for stop in self.stops)), 0)

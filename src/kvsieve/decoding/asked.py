@@ -84,6 +84,7 @@ class AnswerPart:
         tokens: chosen since the last piece, if log-probabilities were requested.
         finish: "stop", "length", or None while the answer is in progress.
         progress: of the prefill, in parts before the first token only.
+        stop: the text of a stop that ended the answer; None if none did.
     """
 
     answer: int
@@ -91,3 +92,4 @@ class AnswerPart:
     tokens: tuple[ChosenToken, ...] = ()
     finish: str | None = None
     progress: PromptProgress | None = None
+    stop: str | None = None

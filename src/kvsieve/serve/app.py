@@ -12,6 +12,8 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from kvsieve.errors import KvsieveError
+from kvsieve.serve.anthropic.routes import add_messages
+from kvsieve.serve.anthropic.schema import CountTokensRequest, MessagesRequest
 from kvsieve.serve.bodies import Bodies
 from kvsieve.serve.endpoint import Desk, Service
 from kvsieve.serve.failures import Failure, failure_of
@@ -26,7 +28,7 @@ from kvsieve.serve.views import add_views
 from kvsieve.version import __version__
 
 _log = logging.getLogger(__name__)
-_BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, ResponsesRequest)
+_BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, ResponsesRequest, MessagesRequest, CountTokensRequest)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -56,6 +58,7 @@ def create_app(service: Service) -> FastAPI:
     desk = Desk(service, metrics)
     add_completions(app, desk)
     add_responses(app, desk)
+    add_messages(app, desk)
     add_views(app, service, metrics)
     add_page(app)
     return app

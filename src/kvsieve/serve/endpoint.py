@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request, Response
-from fastapi.security import HTTPBearer
+from fastapi.security import APIKeyHeader, HTTPBearer
 from pydantic import ValidationError
 
 from kvsieve.serve.allowed import AllowedPlans
@@ -61,14 +61,24 @@ def described(kind: type[Strict]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-_BEARER = HTTPBearer(auto_error=False, description="An API key, where the server has any.")
+_ABOUT = "An API key, where the server has any."
+_BEARER = HTTPBearer(auto_error=False, description=_ABOUT)
+_API_KEY = APIKeyHeader(name="x-api-key", auto_error=False, description=_ABOUT)
 
 
-def _owner(request: Request, bearer: Annotated[object, Depends(_BEARER)]) -> str:
+def _owner(
+    request: Request,
+    bearer: Annotated[object, Depends(_BEARER)],
+    api_key: Annotated[str | None, Depends(_API_KEY)],
+) -> str:
     """Return the owner of a request. bearer: puts API keys into the schema; Keys reads the header."""
-    owner: str | None = request.app.state.service.keys.owner(request.headers.get("authorization"))
+    owner: str | None = request.app.state.service.keys.owner(request.headers.get("authorization"), api_key)
     if owner is None:
-        raise Failure(401, "an API key is needed: send the header 'Authorization: Bearer KEY'", code="invalid_api_key")
+        raise Failure(
+            401,
+            "an API key is needed: send the header 'Authorization: Bearer KEY', or 'x-api-key: KEY'",
+            code="invalid_api_key",
+        )
     return owner
 
 

@@ -38,15 +38,21 @@ class Keys:
                 "without keys"
             )
 
-    def owner(self, header: str | None) -> str | None:
-        """Return an owner's name for an Authorization header, "" if no key is needed; None for a wrong key."""
+    def owner(self, authorization: str | None, api_key: str | None = None) -> str | None:
+        """Return an owner's name for a request's headers, "" if no key is needed; None for a wrong key.
+
+        Args:
+            authorization: the header Authorization, with a bearer token.
+            api_key: the header x-api-key.
+        """
         if not self._needed:
             return ""
-        kind, _, key = (header or "").partition(" ")
-        digest = hashlib.sha256(key.strip().encode()).digest()
+        kind, _, token = (authorization or "").partition(" ")
+        sent = [token.strip() if kind.lower() == "bearer" else "", (api_key or "").strip()]
+        digests = [hashlib.sha256(key.encode()).digest() for key in sent if key]
         # All are compared, so that the time reveals nothing.
-        found = [hmac.compare_digest(digest, known) for known in self._digests]
-        return digest.hex()[:16] if kind.lower() == "bearer" and any(found) else None
+        found = [[hmac.compare_digest(digest, known) for known in self._digests] for digest in digests]
+        return next((digest.hex()[:16] for digest, same in zip(digests, found, strict=True) if any(same)), None)
 
 
 def read_keys(path: str | None) -> Keys:

@@ -1,0 +1,62 @@
+"""Anthropic's endpoints: /v1/messages and the count of a prompt's tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Annotated
+
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from kvsieve.errors import InputError
+from kvsieve.serve.anthropic.reply import Event, message_events, message_reply
+from kvsieve.serve.anthropic.reply_schema import COUNT, MESSAGE
+from kvsieve.serve.anthropic.schema import CountTokensRequest, MessagesRequest
+from kvsieve.serve.anthropic.translate import chat_request, renamed
+from kvsieve.serve.endpoint import Desk, Owner, described, guarded, parsed_body, whole
+from kvsieve.serve.events import EventStream, event
+from kvsieve.serve.exchange import Exchange
+from kvsieve.serve.failures import ANTHROPIC
+from kvsieve.serve.replies import json_text
+from kvsieve.serve.ticket import Order
+
+MessagesBody = Annotated[MessagesRequest, Depends(parsed_body(MessagesRequest))]
+CountBody = Annotated[CountTokensRequest, Depends(parsed_body(CountTokensRequest))]
+
+
+def add_messages(app: FastAPI, desk: Desk) -> None:
+    """Add /v1/messages and /v1/messages/count_tokens."""
+    preparer = desk.service.preparer
+
+    def ordered(body: CountTokensRequest, owner: str) -> Order:
+        try:
+            return preparer.chat(chat_request(body, preparer.limits.max_tokens), owner)
+        except InputError as error:
+            message = renamed(str(error))
+            raise error if message == str(error) else InputError(message) from error
+
+    @app.post(ANTHROPIC, responses=MESSAGE, response_class=JSONResponse, openapi_extra=described(MessagesRequest))
+    async def messages(request: Request, owner: Owner, body: MessagesBody) -> Response:
+        desk.check_model(body.model)
+        order = await asyncio.to_thread(ordered, body, owner)
+        exchange = await desk.begin([order])
+        if body.stream:
+            return EventStream(_written(exchange, message_events(body, order, exchange)))
+        return await whole(request, exchange, message_reply(body, order, exchange))
+
+    @app.post(
+        f"{ANTHROPIC}/count_tokens",
+        responses=COUNT,
+        response_class=JSONResponse,
+        openapi_extra=described(CountTokensRequest),
+    )
+    async def count_tokens(owner: Owner, body: CountBody) -> Response:
+        desk.check_model(body.model)
+        order = await asyncio.to_thread(ordered, body, owner)
+        return JSONResponse({"input_tokens": len(order.ids)})
+
+
+async def _written(exchange: Exchange, events: AsyncIterator[Event]) -> AsyncGenerator[str, None]:
+    async for data in guarded(exchange, events, lambda failure: failure.body_for(ANTHROPIC)):
+        yield event(json_text(data), data["type"])
