@@ -39,7 +39,7 @@ BASE = {"model": "scripted", "max_tokens": 40, "messages": [QUESTION]}
 @pytest.fixture(scope="module")
 def server():
     tokenizer = tools_tokenizer()
-    options = ServerOptions(keys=Keys(KEYS), limits=ServerLimits(max_tokens=64, body_bytes=40_000))
+    options = ServerOptions(keys=Keys(KEYS), limits=ServerLimits(chunk=24, max_tokens=64, body_bytes=40_000))
     with application(scripted(tokenizer), tokenizer, options, "scripted") as app, listening(app) as url:
         yield app, url
 
