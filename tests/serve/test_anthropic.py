@@ -143,8 +143,8 @@ def test_tokens_are_counted_as_they_are_read(client):
 def test_a_prompt_that_was_read_is_cached(client):
     long = {"role": "user", "content": "w7 " * 200}
     usage = [client.messages.create(**{**BASE, "messages": [long], "max_tokens": 1}).usage for _ in range(2)]
-    assert usage[0].cache_read_input_tokens == 0 and usage[1].cache_read_input_tokens > 100
-    assert usage[0].input_tokens == usage[1].input_tokens + usage[1].cache_read_input_tokens
+    assert usage[0].cache_read_input_tokens < 10 and usage[1].cache_read_input_tokens > 100
+    assert len({each.input_tokens + each.cache_read_input_tokens for each in usage}) == 1
 
 
 def test_options_of_kvsieve_reach_the_plan(client):
@@ -195,7 +195,7 @@ AGENT = {
             "input_schema": {"$schema": "http://json-schema.org/draft-07/schema#", **PARAMETERS},
             "eager_input_streaming": True,
         }
-        for number in range(40)
+        for number in range(30)
     ],
     "tool_choice": {"type": "auto", "disable_parallel_tool_use": False},
     "metadata": {"user_id": "user_0_account__session_0"},
@@ -206,7 +206,10 @@ AGENT = {
 
 
 def test_what_agents_send_is_answered(url):
-    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "claude-code-20250219,context-management-2025-06-27"}
+    headers = {
+        "anthropic-version": "2023-06-01",
+        "anthropic-beta": "claude-code-20250219,context-management-2025-06-27",
+    }
     for stream in (False, True):
         reply = post(url, {**AGENT, "stream": stream}, "/v1/messages?beta=true", **headers)
         assert reply.status_code == 200, reply.text
@@ -225,6 +228,7 @@ def source(kind, **more):
 
 BAD = {
     "no max_tokens": ({"max_tokens": ...}, "max_tokens: Field required"),
+    "a thread": ({"thread": {"type": "create"}}, "no conversation is held here"),
     "an unknown member": ({"seed": 3}, "seed: this server knows no such parameter"),
     "a member of a message": ({"messages": [{**QUESTION, "name": "x"}]}, "messages.0.name: this server knows no such"),
     "a number as text": ({"max_tokens": "5"}, 'got "5"'),

@@ -100,7 +100,9 @@ def test_tools_and_choices(choice, wanted):
     tool = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}, "input_examples": [{"a": 1}]}
     choice = {**choice, "disable_parallel_tool_use": True} if choice["type"] != "none" else choice
     request = chat({"role": "user", "content": "q"}, tools=[tool], tool_choice=choice).model_dump(exclude_none=True)
-    assert request["tool_choice"] == wanted and request.get("parallel_tool_calls", wanted == "none") is (wanted == "none")
+    assert request["tool_choice"] == wanted and request.get("parallel_tool_calls", wanted == "none") is (
+        wanted == "none"
+    )
     function = {"name": "add", "description": 'Adds.\nExample of its input: {"a": 1}', "parameters": {"type": "object"}}
     assert request["tools"] == [{"type": "function", "function": function}]
 
@@ -180,9 +182,7 @@ def test_pieces_are_the_same_blocks_wherever_they_come(what):
         assert content(found) == wanted
         # Blocks do not overlap, and are numbered from 0.
         marks = [(event["type"], event["index"]) for event in found if event["type"] != "content_block_delta"]
-        assert marks == [
-            (f"content_block_{end}", number) for number in range(len(wanted)) for end in ("start", "stop")
-        ]
+        assert marks == [(f"content_block_{end}", number) for number in range(len(wanted)) for end in ("start", "stop")]
 
 
 def test_thinking_can_be_left_out():

@@ -66,10 +66,9 @@ class Failure(Exception):
         """Return the error in the form of a path's protocol: Anthropic's below /v1/messages, else OpenAI's."""
         if path != ANTHROPIC and not path.startswith(f"{ANTHROPIC}/"):
             return self.body
-        return {
-            "type": "error",
-            "error": {"type": _ANTHROPIC_TYPES.get(self.status, "api_error"), "message": str(self)},
-        }
+        error = {"type": _ANTHROPIC_TYPES.get(self.status, "api_error"), "message": str(self)}
+        details = {} if self.code is None else {"details": {"error_code": self.code}}
+        return {"type": "error", "error": {**error, **details}}
 
     @property
     def headers(self) -> dict[str, str]:

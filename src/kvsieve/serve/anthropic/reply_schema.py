@@ -10,11 +10,18 @@ from kvsieve.serve.reply_schema import KVUsage, Responses
 from kvsieve.serve.schema import Strict
 
 
+class MessageErrorCode(Strict):
+    """A code of an error, as in OpenAI's protocol."""
+
+    error_code: str
+
+
 class MessageErrorDetail(Strict):
     """An error."""
 
     type: str
     message: str
+    details: MessageErrorCode | None = None
 
 
 class MessageErrorReply(Strict):

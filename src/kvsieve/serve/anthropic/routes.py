@@ -17,12 +17,14 @@ from kvsieve.serve.anthropic.translate import chat_request, renamed
 from kvsieve.serve.endpoint import Desk, Owner, described, guarded, parsed_body, whole
 from kvsieve.serve.events import EventStream, event
 from kvsieve.serve.exchange import Exchange
-from kvsieve.serve.failures import ANTHROPIC
+from kvsieve.serve.failures import ANTHROPIC, Failure
 from kvsieve.serve.replies import json_text
 from kvsieve.serve.ticket import Order
 
 MessagesBody = Annotated[MessagesRequest, Depends(parsed_body(MessagesRequest))]
 CountBody = Annotated[CountTokensRequest, Depends(parsed_body(CountTokensRequest))]
+# The code with it lets clients send all messages instead.
+_NO_THREADS = "thread: no conversation is held here; send all of its messages, and leave thread out"
 
 
 def add_messages(app: FastAPI, desk: Desk) -> None:
@@ -39,6 +41,8 @@ def add_messages(app: FastAPI, desk: Desk) -> None:
     @app.post(ANTHROPIC, responses=MESSAGE, response_class=JSONResponse, openapi_extra=described(MessagesRequest))
     async def messages(request: Request, owner: Owner, body: MessagesBody) -> Response:
         desk.check_model(body.model)
+        if body.thread:
+            raise Failure(400, _NO_THREADS, code="thread_unsupported_request", param="thread")
         order = await asyncio.to_thread(ordered, body, owner)
         exchange = await desk.begin([order])
         if body.stream:

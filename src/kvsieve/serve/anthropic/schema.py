@@ -100,7 +100,9 @@ def _blocks(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-Blocks = Annotated[list[Block], Field(fail_fast=True), BeforeValidator(_blocks, json_schema_input_type=str | list[Block])]
+Blocks = Annotated[
+    list[Block], Field(fail_fast=True), BeforeValidator(_blocks, json_schema_input_type=str | list[Block])
+]
 Source.model_rebuild()
 Block.model_rebuild()
 
@@ -220,7 +222,7 @@ class CountTokensRequest(Strict):
 
 
 class MessagesRequest(CountTokensRequest):
-    """Body of /v1/messages. metadata, service_tier and diagnostics have no effect.
+    """Body of /v1/messages. metadata, service_tier and diagnostics have no effect; a thread is refused.
 
     Attributes:
         max_tokens: of the answer; more than the server's --max-tokens is that limit.
@@ -239,3 +241,4 @@ class MessagesRequest(CountTokensRequest):
     diagnostics: _Options | None = None
     container: None = None
     inference_geo: None = None
+    thread: _Options | Literal[False] | None = None
