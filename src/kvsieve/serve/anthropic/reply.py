@@ -160,7 +160,7 @@ async def message_reply(body: MessagesRequest, order: Order, exchange: Exchange)
 async def message_events(body: MessagesRequest, order: Order, exchange: Exchange) -> AsyncIterator[Event]:
     """Yield the events of a streamed reply. Its first counts no cached tokens, which are not known yet."""
     blocks = _blocks(body, order)
-    begun = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _counts(len(order.ids), 0, 0)}
+    begun: Event = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _counts(len(order.ids), 0, 0)}
     yield {"type": "message_start", "message": {**_head(body), **begun}}
     yield {"type": "ping"}
     last = AnswerPart(0, "")

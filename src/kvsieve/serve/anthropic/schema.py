@@ -145,7 +145,7 @@ class MessageTool(Strict):
 
 
 class MessageToolChoice(Strict):
-    """Whether and which tools the answer calls."""
+    """Choice of the tools that the answer calls."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
@@ -153,7 +153,7 @@ class MessageToolChoice(Strict):
 
 
 class Thinking(Strict):
-    """Whether the model reasons before its answer, if its chat template has that choice.
+    """Reasoning before the answer, if the chat template has that choice.
 
     Attributes:
         budget_tokens: has no effect.
