@@ -51,6 +51,13 @@ def test_consecutive_messages_of_a_role_are_one():
     ) == [("system", ["s", "t"]), ("user", ["a", "b", "c"]), ("assistant", ["d", "e"]), ("user", ["f"])]
 
 
+def test_a_line_that_changes_with_every_request_is_no_prompt():
+    billing = text("x-anthropic-billing-header: cc_version=2.1.1; cch=fa690;")
+    user = {"role": "user", "content": billing["text"]}
+    assert said(user, system=[billing, text("s")]) == [("system", ["s"]), ("user", [billing["text"]])]
+    assert said(user, system=[billing]) == [("user", [billing["text"]])]
+
+
 def test_calls_results_and_thinking_keep_their_order():
     call = {"type": "tool_use", "id": "toolu_01A", "name": "add", "input": {"a": "é"}}
     answer = message("assistant", {"type": "thinking", "thinking": "h", "signature": ""}, text("x"), call)

@@ -107,6 +107,20 @@ def failure_of(error: Exception) -> Failure:
     return Failure(500, "the server failed at this request; its log says more")
 
 
+def renamed(
+    error: InputError | UnsupportedOptionError, names: Mapping[str, str]
+) -> InputError | UnsupportedOptionError:
+    """Return an error about a member of a chat request with a protocol's own name for it.
+
+    Args:
+        error: whose message begins with the member.
+        names: of a protocol, by the chat's; a message's number is left out, because protocols number them differently.
+    """
+    member, colon, rest = str(error).partition(":")
+    name = names.get(member.partition(".")[0])
+    return type(error)(f"{name}{colon}{rest}") if name and colon else error
+
+
 def _invalid(error: ValidationError | RequestValidationError) -> Failure:
     if isinstance(error, ValidationError):
         first: Any = error.errors(include_url=False, include_context=False)[0]

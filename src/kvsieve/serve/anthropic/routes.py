@@ -9,11 +9,11 @@ from typing import Annotated
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvsieve.errors import InputError
+from kvsieve.errors import InputError, UnsupportedOptionError
 from kvsieve.serve.anthropic.reply import Event, message_events, message_reply
 from kvsieve.serve.anthropic.reply_schema import COUNT, MESSAGE
 from kvsieve.serve.anthropic.schema import CountTokensRequest, MessagesRequest
-from kvsieve.serve.anthropic.translate import chat_request, renamed
+from kvsieve.serve.anthropic.translate import chat_request, in_own_names
 from kvsieve.serve.endpoint import Desk, Owner, described, guarded, parsed_body, whole
 from kvsieve.serve.events import EventStream, event
 from kvsieve.serve.exchange import Exchange
@@ -32,11 +32,11 @@ def add_messages(app: FastAPI, desk: Desk) -> None:
     preparer = desk.service.preparer
 
     def ordered(body: CountTokensRequest, owner: str) -> Order:
+        chat = chat_request(body, preparer.limits.max_tokens)
         try:
-            return preparer.chat(chat_request(body, preparer.limits.max_tokens), owner)
-        except InputError as error:
-            message = renamed(str(error))
-            raise error if message == str(error) else InputError(message) from error
+            return preparer.chat(chat, owner)
+        except (InputError, UnsupportedOptionError) as error:
+            raise in_own_names(error) from None
 
     @app.post(ANTHROPIC, responses=MESSAGE, response_class=JSONResponse, openapi_extra=described(MessagesRequest))
     async def messages(request: Request, owner: Owner, body: MessagesBody) -> Response:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from kvsieve.errors import InputError
+from kvsieve.errors import InputError, UnsupportedOptionError
 from kvsieve.serve.anthropic.schema import (
     Block,
     CountTokensRequest,
@@ -16,6 +16,7 @@ from kvsieve.serve.anthropic.schema import (
     MessageToolChoice,
     Source,
 )
+from kvsieve.serve.failures import renamed
 from kvsieve.serve.schema import ChatRequest
 
 # Of tool calls; the rest of an id is the chat template's.
@@ -30,7 +31,7 @@ _TAKEN = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
 # Members of a chat request that errors name, as they are called here.
-_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
+_NAMES = {"messages": "messages", "stop": "stop_sequences", "response_format": "output_config.format"}
 
 
 def chat_request(body: CountTokensRequest, most: int) -> ChatRequest:
@@ -65,10 +66,9 @@ def chat_request(body: CountTokensRequest, most: int) -> ChatRequest:
     return ChatRequest.model_validate(members)
 
 
-def renamed(message: str) -> str:
-    """Return an error's message with the member that it begins with as Anthropic calls it."""
-    name, colon, rest = message.partition(":")
-    return f"{_NAMES.get(name, name)}{colon}{rest}"
+def in_own_names(error: InputError | UnsupportedOptionError) -> InputError | UnsupportedOptionError:
+    """Return an error of a chat's preparation with the names that /v1/messages has for its members."""
+    return renamed(error, _NAMES)
 
 
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:

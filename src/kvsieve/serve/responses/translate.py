@@ -8,7 +8,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from kvsieve.errors import InputError, UnsupportedOptionError
-from kvsieve.serve.failures import Failure
+from kvsieve.serve.failures import Failure, renamed
 from kvsieve.serve.responses.schema import (
     LOGPROBS,
     ChosenFunction,
@@ -76,9 +76,7 @@ def chat_request(body: ResponsesRequest, earlier: Sequence[InputItem] = ()) -> C
 
 def in_own_names(error: InputError | UnsupportedOptionError) -> InputError | UnsupportedOptionError:
     """Return an error of a chat's preparation with the names that /v1/responses has for its members."""
-    member, colon, rest = str(error).partition(":")
-    name = _NAMES.get(member.partition(".")[0])
-    return type(error)(f"{name}{colon}{rest}") if name and colon else error
+    return renamed(error, _NAMES)
 
 
 def listed(item: InputItem) -> dict[str, Any]:
