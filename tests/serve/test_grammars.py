@@ -10,8 +10,11 @@ import jsonschema
 import openai
 import pytest
 
-from grammar_bombs import member, sources
+from grammar_bombs import GRAMMARS, member, sources
+from kvsieve.errors import InputError
 from kvsieve.planning.drafts import as_draft
+from kvsieve.planning.grammars import Grammar
+from kvsieve.serve.grammars import Grammars
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.run import ServerOptions, application
 from served_apps import listening
@@ -106,6 +109,24 @@ def test_what_cannot_be_honoured_is_refused_by_name(url, more, message, param):
     reply = httpx.post(f"{url}/v1/chat/completions", json={**SAMPLED, "messages": QUESTION, **more}, timeout=60)
     error = reply.json()["error"]
     assert reply.status_code == 400 and message in error["message"] and error["param"] == param
+
+
+def test_a_grammar_that_ends_the_trying_process_ends_nothing_else(monkeypatch):
+    grammars = Grammars(byte_chats())
+    try:
+        with pytest.raises(InputError, match="grammar: the grammar takes more than"):
+            grammars.compiled("grammar", lambda: Grammar.lark(GRAMMARS["chain"]))
+        found = grammars.compiled("regex", lambda: Grammar.regex("a|b"))
+        with pytest.raises(InputError, match="regex: the grammar cannot be compiled: .*unclosed group"):
+            grammars.compiled("regex", lambda: Grammar.regex("(a"))
+        with pytest.raises(InputError, match="no answer matches it"):
+            grammars.compiled("response_format", lambda: Grammar.json_schema({"$ref": "#"}))
+        # What is compiled is not tried again.
+        grammars.close()
+        monkeypatch.setattr(grammars, "_started", None)
+        assert grammars.compiled("regex", lambda: Grammar.regex("a|b")) is found
+    finally:
+        grammars.close()
 
 
 @pytest.mark.parametrize("name", sources())

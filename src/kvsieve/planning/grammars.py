@@ -106,6 +106,13 @@ def parsed(text: str, tokenizer: Any) -> Any:
     return package.LLMatcher(tokenizer, text, log_level=0, limits=package.LLParserLimits(**_LIMITS))
 
 
+def fault(matcher: Any) -> str:
+    """Return why llguidance's matcher has failed, or ""."""
+    # What follows repeats the grammar.
+    error = str(matcher.get_error()).partition("\n 1 | ")[0] if matcher.is_error() else ""
+    return "no answer matches it" if error.startswith("NoExtension") else error
+
+
 def _checked(source: Any) -> str:
     if not isinstance(source, str) or not source:
         raise InputError(f"a grammar's source is a text, got {short(source)}")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from kvsieve.planning.grammars import library, parsed
+from kvsieve.planning.grammars import fault, library, parsed
 
 # Most bytes of memory, and tokens that are chosen by each grammar.
 _MEMORY = 2 << 30
@@ -38,7 +38,7 @@ class _Bytes:
         raise TypeError("no token is forced, so no text is split")
 
 
-def fault(text: str, tokenizer: Any, tokens: Sequence[int]) -> str:
+def trial(text: str, tokenizer: Any, tokens: Sequence[int]) -> str:
     """Return why a grammar cannot be used, or "".
 
     Args:
@@ -50,8 +50,8 @@ def fault(text: str, tokenizer: Any, tokens: Sequence[int]) -> str:
     draw = random.Random(0)
     for _ in range(_STEPS):
         bits = b"" if matcher.is_error() else matcher.compute_bitmask()
-        if matcher.is_error():
-            return str(matcher.get_error())
+        if error := fault(matcher):
+            return error
         allowed = [token for token in tokens if bits[token >> 3] >> (token & 7) & 1]
         if not allowed:
             break
@@ -66,7 +66,7 @@ def main() -> None:
     own = _Bytes({int(token): name for token, name in json.loads(sys.stdin.readline()).items()})
     tokenizer = package.LLTokenizer(package.TokenizerWrapper(own))
     for line in sys.stdin:
-        print(json.dumps(fault(json.loads(line), tokenizer, own.known)), flush=True)
+        print(json.dumps(trial(json.loads(line), tokenizer, own.known)), flush=True)
 
 
 if __name__ == "__main__":

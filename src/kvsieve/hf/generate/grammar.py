@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerF
 from kvsieve.detokenize import token_bytes
 from kvsieve.errors import InputError, UnsupportedOptionError, short
 from kvsieve.hf.generate.config import end_tokens
-from kvsieve.planning.grammars import Grammar, library, parsed
+from kvsieve.planning.grammars import Grammar, fault, library, parsed
 
 # Tokenizers, and grammars of each, that stay compiled.
 _TOKENIZERS = 4
@@ -98,8 +98,8 @@ class CompiledGrammar:
     def __init__(self, vocabulary: Vocabulary, grammar: Grammar) -> None:
         self.vocabulary = vocabulary
         self._first = parsed(grammar.text, vocabulary.tokenizer)
-        if self._first.is_error():
-            raise InputError(f"the grammar cannot be compiled: {short(self._first.get_error(), 400)}")
+        if error := fault(self._first):
+            raise InputError(f"the grammar cannot be compiled: {short(error, 400)}")
         self._lock = threading.Lock()
 
     def matcher(self, ends: Collection[int]) -> Matcher:
@@ -185,10 +185,10 @@ class Matcher:
         """Return which tokens the grammar allows, bool [more than size]; that of number size is the end."""
         if self._known is None:
             self._state.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-            if self._state.is_error():
+            if error := fault(self._state):
                 raise InputError(
                     "the answer's grammar is too complex at this place, or allows no token of the model: "
-                    f"{short(self._state.get_error(), 300)}; give a simpler one"
+                    f"{short(error, 300)}; give a simpler one"
                 )
             self._known = np.unpackbits(self._bits.view(np.uint8), bitorder="little").view(bool)
         return self._known
