@@ -95,3 +95,13 @@ def test_the_streamer_leaves_out_what_ends_an_answer():
         streamer.put(torch.tensor([token]))
     streamer.end()
     assert got == ["world", " world"] and streamer.text == "world world" and len(checks) == 3
+
+
+def test_some_special_tokens_are_shown():
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[CALL]", "[END]"]})
+    call, end = tokenizer.convert_tokens_to_ids(["[CALL]", "[END]"])
+    ids = [call, *tokenizer("né")["input_ids"], end, call]
+    words = Detokenizer(tokenizer, (), [call])
+    assert [words.add([token]) for token in ids] == ["[CALL]", "n", "", "é", "", "[CALL]"]
+    assert Detokenizer(tokenizer).add(ids) == "né"

@@ -8,7 +8,7 @@ import pytest
 
 import call_templates as templates
 from kvsieve.errors import InputError
-from kvsieve.planning.forms import CallArguments, forms
+from kvsieve.planning.forms import ParsedArguments, forms
 from kvsieve.planning.turns import render, token_ids
 from toy_words import word_tokenizer
 
@@ -26,7 +26,7 @@ def called(arguments, call_id="abcdefghi"):
     return [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
-OBJECT = CallArguments({"x": [1, None], "y": "é"}, TEXT)
+OBJECT = ParsedArguments({"x": [1, None], "y": "é"}, TEXT)
 CALLS = {
     "qwen": (templates.QWEN, f'"arguments": {WRITTEN}}}'),
     "llama": (templates.LLAMA, f'"parameters": {WRITTEN}}}'),
@@ -43,7 +43,7 @@ def test_arguments_are_an_object_or_text_as_the_template_takes_them(name):
     assert wanted in rendered(template, called(OBJECT))
     assert wanted in rendered(template, called(OBJECT), parse_special=True)
     # None at all are an empty object in either form.
-    empty = rendered(template, called(CallArguments({}, "{}")))
+    empty = rendered(template, called(ParsedArguments({}, "{}")))
     assert "{}" in empty and '"{}"' not in empty and "None" not in empty
 
 
@@ -97,7 +97,7 @@ def test_control_tokens_are_text_in_every_form():
         text = render(tokenizer, [{"role": "user", "content": content}])
         assert "[EOS]" not in text and "w1" in text
     tokenizer.chat_template = templates.DEEPSEEK
-    text = render(tokenizer, called(CallArguments({"[EOS]": "[EOS]"}, '{"[EOS]": "[EOS]"}')))
+    text = render(tokenizer, called(ParsedArguments({"[EOS]": "[EOS]"}, '{"[EOS]": "[EOS]"}')))
     assert "[EOS]" not in text and tokenizer.eos_token_id not in token_ids(tokenizer, text)
 
 

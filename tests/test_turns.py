@@ -8,11 +8,12 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 import kvsieve
+from kvsieve.detokenize import special_ids
 from kvsieve.errors import InputError
 from kvsieve.lab.tasks.prompter import Prompter
 from kvsieve.lab.tasks.samples import QuestionAnswer, Sample
 from kvsieve.planning.segments import role_spans
-from kvsieve.planning.turns import Turns, plain_ids, render, special_ids, token_ids
+from kvsieve.planning.turns import Turns, plain_ids, render, token_ids
 from toy_chats import chat_tokenizer
 
 CONTROLS = ["<s>", "</s>", "<|user|>", "<|end|>"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 # Replacement for bytes of an invalid or incomplete character.
@@ -15,9 +15,23 @@ _SPACE = "\u2581"
 _BEFORE = 8
 
 
-def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Return the text of tokens, without special ones and with all spaces unchanged."""
-    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+def text_of(tokenizer: Any, ids: Sequence[int], hidden: Collection[int] | None = None) -> str:
+    """Return the text of tokens, with all spaces unchanged.
+
+    Args:
+        tokenizer: any tokenizer of transformers.
+        ids: the tokens.
+        hidden: tokens without text. Default None: the special ones.
+    """
+    shown = list(ids) if hidden is None else [token for token in ids if token not in hidden]
+    special = hidden is None
+    return str(tokenizer.decode(shown, skip_special_tokens=special, clean_up_tokenization_spaces=False))
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Return the ids of the tokenizer's special tokens, including added ones."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {*tokenizer.all_special_ids, *(token for token, text in added if text.special)}
 
 
 class Detokenizer:
@@ -30,15 +44,17 @@ class Detokenizer:
         text: pieces so far.
     """
 
-    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Any, before: Sequence[int] = (), shown: Collection[int] = ()) -> None:
         """Begin an answer.
 
         Args:
             tokenizer: any tokenizer of transformers.
             before: tokens that the answer continues, so that it may begin with a space. Default none: the answer is a
                 separate text.
+            shown: special tokens that are part of the text. Default none.
         """
         self.tokenizer = tokenizer
+        self._hidden = special_ids(tokenizer).difference(shown) if shown else None
         self.text = ""
         # Tokens from `start` are decoded again; those up to `done` are context for the later ones.
         self._ids = self._context(before)
@@ -55,8 +71,8 @@ class Detokenizer:
         return self._next(last=True)
 
     def _next(self, last: bool) -> str:
-        before = text_of(self.tokenizer, self._ids[self._start : self._done])
-        piece = text_of(self.tokenizer, self._ids[self._start :])[len(before) :]
+        before = text_of(self.tokenizer, self._ids[self._start : self._done], self._hidden)
+        piece = text_of(self.tokenizer, self._ids[self._start :], self._hidden)[len(before) :]
         if not piece or (piece.endswith(_PART) and not last):
             return ""
         self._start = self._done

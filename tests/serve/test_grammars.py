@@ -33,7 +33,6 @@ SCHEMA = {
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA, "strict": True}}
 QUESTION = [{"role": "user", "content": "Say it."}]
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 SAMPLED = {"model": "tiny", "max_tokens": 300, "temperature": 1}
 
 
@@ -99,7 +98,6 @@ def test_both_endpoints_take_expressions_and_grammars(client, more, pattern):
     ("more", "message", "param"),
     [
         ({"regex": "a", "response_format": FORMAT}, "regex and response_format are both", None),
-        ({"response_format": FORMAT, "tools": [TOOL]}, "tools: ", "tools"),
         ({"response_format": {"type": "json_schema"}}, "needs the member json_schema", "response_format"),
         ({"response_format": {"type": "xml"}}, "response_format", "response_format.type"),
         ({"grammar": "start: %%"}, "grammar: the grammar cannot be compiled", "grammar"),

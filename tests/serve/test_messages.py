@@ -11,11 +11,10 @@ import call_templates as templates
 from kvsieve.errors import InputError
 from kvsieve.planning.turns import render
 from kvsieve.serve.limits import ServerLimits
-from kvsieve.serve.messages import template_tool
-from kvsieve.serve.parsers.found import call_form
+from kvsieve.serve.messages import template_message, template_tool
 from kvsieve.serve.parsers.objects import BareCalls, MarkedCalls
 from kvsieve.serve.pieces import WholeAnswer
-from kvsieve.serve.prepare import Preparer, _message
+from kvsieve.serve.prepare import Preparer
 from kvsieve.serve.run import ServerOptions, application
 from kvsieve.serve.schema import ChatRequest, CompletionRequest
 from served_apps import listening
@@ -46,7 +45,7 @@ def ask(server):
 def taken(*messages, **more):
     """Messages and tools of a request as its chat template takes them."""
     request = ChatRequest(model="tiny", messages=list(messages), **more)
-    return [_message(each) for each in request.messages]
+    return [template_message(each) for each in request.messages]
 
 
 def test_calls_keep_their_ids_and_arguments():
@@ -161,22 +160,6 @@ def test_an_echo_is_the_prompt_as_it_was_given(ask, stream):
         assert texts[0].startswith("w1   [EOS]\n w2 ") and texts[1].startswith("w3 w")
     plain = ask("completions", prompt=[5, 127, 6], echo=True).json()["choices"][0]["text"]
     assert plain.startswith("w2 w3")
-
-
-FORMS = {
-    "QWEN": MarkedCalls(),
-    "LLAMA": BareCalls(frozenset(["add", "sub"])),
-    **dict.fromkeys(["MISTRAL", "DEEPSEEK", "NONE"]),
-}
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_the_template_tells_how_calls_are_written(name):
-    assert call_form(word_tokenizer(getattr(templates, name)), ["add", "sub"]) == FORMS[name]
-
-
-def test_a_template_that_fails_at_calls_has_none():
-    assert call_form(word_tokenizer("{% if tools %}{{ raise_exception('no') }}{% endif %}"), ["add"]) is None
 
 
 BARE = BareCalls(frozenset(["add"]))

@@ -74,8 +74,10 @@ def test_without_tools_what_looks_like_a_call_is_text(client):
         told = client.chat.completions.create(model="scripted", messages=[QUESTION], **more).choices[0]
         assert told.message.tool_calls is None and '{"name":"add",' in told.message.content
         assert told.finish_reason == "stop"
-    with pytest.raises(openai.BadRequestError, match="tool_choice"):
-        ask(client, [QUESTION], tool_choice="required")
+    with pytest.raises(openai.BadRequestError, match="tool_choice: a call is forced, and the request has no tools"):
+        client.chat.completions.create(model="scripted", messages=[QUESTION], tool_choice="required")
+    with pytest.raises(openai.BadRequestError, match="none of the request's tools is named 'sub'"):
+        ask(client, [QUESTION], tool_choice={"type": "function", "function": {"name": "sub"}})
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl on this machine")

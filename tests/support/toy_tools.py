@@ -25,23 +25,25 @@ TEMPLATE = (
 )
 
 
-def tools_tokenizer() -> PreTrainedTokenizerFast:
-    """Words of the script and some more, 128 in all."""
+def tools_tokenizer(
+    template: str = TEMPLATE, script: Sequence[str] = CALL, controls: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """Words of the script and some more, 128 in all. controls: those that are control tokens."""
     words = ["[PAD]", "[BOS]", "[UNK]", "[EOS]", "[STOP]", TURN, RESULT, "<user>", "<tool>", "<system>", "add", "5"]
-    words += [word for word in (*CALL, *SAID) if word not in words]
+    words += [word for word in dict.fromkeys((*script, *SAID)) if word not in words]
     words += [f"w{number}" for number in range(128 - len(words))]
     vocabulary = {word: number for number, word in enumerate(words)}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "[PAD]", "bos_token": "[BOS]", "unk_token": "[UNK]", "eos_token": "[EOS]"}
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, chat_template=TEMPLATE, additional_special_tokens=["[STOP]"], **special
+        tokenizer_object=made, chat_template=template, additional_special_tokens=["[STOP]", *controls], **special
     )
 
 
-def scripted(tokenizer: Any) -> Any:
-    """A tiny model that asks for a tool, and says what came of it."""
-    scripts = ([TURN, *CALL], [RESULT, *SAID])
+def scripted(tokenizer: Any, script: Sequence[str] = CALL) -> Any:
+    """A tiny model that follows a script, asking for a tool, and says what came of it."""
+    scripts = ([TURN, *script], [RESULT, *SAID])
     model = follows([tokenizer.convert_tokens_to_ids(script) for script in scripts])
     model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(["[EOS]", "[STOP]"])
     return model

@@ -13,7 +13,7 @@ _ID_LENGTH = 9
 _PRINTED = ("'type': 'text'", '"type": "text"')
 
 
-class CallArguments(dict[str, Any]):
+class ParsedArguments(dict[str, Any]):
     """Arguments of a tool call as an object, with their text.
 
     Attributes:
@@ -109,6 +109,6 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
         return message
     calls = [dict(call) for call in message["tool_calls"]]
     for call in calls:
-        if "function" in call and isinstance(arguments := call["function"].get("arguments"), CallArguments):
+        if "function" in call and isinstance(arguments := call["function"].get("arguments"), ParsedArguments):
             call["function"] = {**call["function"], "arguments": arguments.text}
     return {**message, "tool_calls": calls}

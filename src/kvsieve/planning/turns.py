@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvsieve.detokenize import special_ids
 from kvsieve.errors import InputError
-from kvsieve.planning.forms import CallArguments, forms, shows
+from kvsieve.planning.forms import ParsedArguments, forms, shows
 
 Message = dict[str, str]
 
@@ -35,6 +36,7 @@ def render(
     ask: bool = True,
     parse_special: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> str:
     """Render a chat with the tokenizer's template, for `token_ids`.
 
@@ -45,6 +47,7 @@ def render(
         parse_special: treat control tokens spelled in messages as such. Default False: they are text, and are replaced
             by stand-ins here.
         tools: functions that the model may call, in the template's form. Default None: none.
+        options: further variables of the template, such as enable_thinking. Default None: none.
 
     Raises:
         InputError: the template refuses the chat.
@@ -52,7 +55,10 @@ def render(
     if not parse_special:
         messages = [_all_escaped(tokenizer, dict(message)) for message in messages]
         tools = None if tools is None else [_all_escaped(tokenizer, dict(tool)) for tool in tools]
-    more: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
+        options = None if options is None else _all_escaped(tokenizer, dict(options))
+    more: dict[str, Any] = dict(options or {})
+    if tools is not None:
+        more["tools"] = list(tools)
     texts: list[str] = []
     failed: list[Exception] = []
     for form in forms(messages):
@@ -74,9 +80,9 @@ def _all_escaped(tokenizer: Any, part: Any) -> Any:
     """Escape all texts of a message or a tool, including names of an object's members."""
     if isinstance(part, str):
         return escaped(tokenizer, part)
-    if isinstance(part, CallArguments):
+    if isinstance(part, ParsedArguments):
         values = {escaped(tokenizer, name): _all_escaped(tokenizer, value) for name, value in part.items()}
-        return CallArguments(values, escaped(tokenizer, part.text))
+        return ParsedArguments(values, escaped(tokenizer, part.text))
     if isinstance(part, Mapping):
         return {_all_escaped(tokenizer, name): _all_escaped(tokenizer, value) for name, value in part.items()}
     return [_all_escaped(tokenizer, item) for item in part] if isinstance(part, list) else part
@@ -203,12 +209,6 @@ def end_of_turn(tokenizer: Any) -> int | None:
     tail = render(tokenizer, chat, ask=False).rpartition(_MARK)[2]
     special = special_ids(tokenizer)
     return next((token for token in token_ids(tokenizer, tail) if token in special), None)
-
-
-def special_ids(tokenizer: Any) -> set[int]:
-    """Return the ids of the tokenizer's special tokens, including added ones."""
-    added = tokenizer.added_tokens_decoder.items()
-    return {*tokenizer.all_special_ids, *(token for token, text in added if text.special)}
 
 
 def stop_ids(tokenizer: Any, *stops: Any) -> frozenset[int]:

@@ -49,7 +49,7 @@ def _choices(
                 "index": number,
                 "message": message,
                 "logprobs": chat_logprobs(tokens[number], spelled) if wanted else None,
-                "finish_reason": "tool_calls" if answer.calls else ends[number],
+                "finish_reason": order.form.finish(ends[number], bool(answer.calls)),
             }
         )
     return choices
@@ -79,6 +79,7 @@ class ChatDeltas:
     """Deltas of a streamed answer, each with the tokens chosen since the one before it."""
 
     def __init__(self, form: AnswerForm) -> None:
+        self._form = form
         self._parser = form.parser()
         self._tokens = list[ChosenToken]()
         self._calls = False
@@ -99,7 +100,7 @@ class ChatDeltas:
         for number, delta in enumerate(deltas):
             out.append((delta, [] if number else tokens, None))
         if part.finish is not None:
-            out.append(({}, [], "tool_calls" if self._calls else part.finish))
+            out.append(({}, [], self._form.finish(part.finish, self._calls)))
         return out
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 from collections.abc import Iterator
 from typing import Any
 
 from kvsieve.errors import InputError
-from kvsieve.planning.forms import CallArguments
+from kvsieve.planning.forms import ParsedArguments
 from kvsieve.serve.images import ImageFile, image_file
-from kvsieve.serve.schema import ContentPart, Tool, ToolCall
+from kvsieve.serve.schema import ChatMessage, ChatRequest, ContentPart, NamedTool, Tool, ToolCall
 
 _KINDS = {"image": "images", "audio": "audio parts", "video": "videos", "file": "files"}
 
@@ -69,12 +70,81 @@ def template_tool(tool: Tool) -> dict[str, Any]:
     return {"type": tool.type, "function": function}
 
 
+def template_options(request: ChatRequest, tokenizer: Any) -> dict[str, Any]:
+    """Return the variables of the chat template that a request sets.
+
+    Raises:
+        InputError: it names one that the server sets.
+    """
+    own = request.chat_template_kwargs or {}
+    taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
+    if names := sorted(taken.intersection(own)):
+        raise InputError(f"chat_template_kwargs: the server sets {names[0]!r} itself; leave it out")
+    effort = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
+    return {**effort, **own}
+
+
+def forced_tools(request: ChatRequest, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the tools of which the answer must call one; none if it need not call any.
+
+    Raises:
+        InputError: the tool that is forced is not among the tools.
+    """
+    choice = request.tool_choice
+    if choice is None or choice in ("none", "auto"):
+        return []
+    if not tools:
+        raise InputError("tool_choice: a call is forced, and the request has no tools; give some, or leave it out")
+    if not isinstance(choice, NamedTool):
+        return tools
+    found = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
+    if not found:
+        raise InputError(f"tool_choice: none of the request's tools is named {choice.function.name!r}")
+    return found
+
+
 def template_call(call: ToolCall) -> dict[str, Any]:
     """Return a call for chat templates, with arguments as an object, if they are one, besides their text."""
     text = (call.function.arguments or "").strip() or "{}"
     arguments: Any = text
     with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(text)
-        arguments = CallArguments(found, text) if isinstance(found, dict) else text
+        arguments = ParsedArguments(found, text) if isinstance(found, dict) else text
     named = {} if call.id is None else {"id": call.id}
     return {**named, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def template_message(
+    message: ChatMessage,
+    place: str = "messages",
+    files: list[ImageFile] | None = None,
+    reasoning: str = "reasoning_content",
+) -> dict[str, Any]:
+    """Return a message for chat templates.
+
+    Args:
+        message: of the request.
+        place: of the message in the request, for errors.
+        files: gets its images; None for a model of text alone.
+        reasoning: name of the template's member for reasoning.
+
+    Raises:
+        InputError: it has no content.
+    """
+    content = message.content if message.content is not None else message.refusal
+    if content is None and not message.tool_calls and message.reasoning_content is None:
+        raise InputError(f"messages: the {message.role}'s message has no content")
+    out: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content or ""}
+    if isinstance(content, list):
+        parts = [template_part(part, f"{place}.content.{number}", files) for number, part in enumerate(content)]
+        plain = len(parts) < 2 and all(part["type"] == "text" for part in parts)
+        out["content"] = "".join(part["text"] for part in parts) if plain else parts
+    if message.reasoning_content is not None:
+        out[reasoning] = message.reasoning_content
+    if message.name is not None:
+        out["name"] = message.name
+    if message.tool_call_id is not None:
+        out["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        out["tool_calls"] = [template_call(call) for call in message.tool_calls]
+    return out

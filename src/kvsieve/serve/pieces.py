@@ -89,3 +89,19 @@ class WholeAnswer:
                 self.calls.append(Call(call_id, name))
             case CallArguments(call, text):
                 self.calls[call].arguments += text
+
+
+def merged(pieces: Iterable[Piece]) -> list[Piece]:
+    """Return pieces with neighbours of the same kind joined."""
+    out: list[Piece] = []
+    for piece in pieces:
+        match out[-1] if out else None, piece:
+            case Text(before), Text(text):
+                out[-1] = Text(before + text)
+            case Reasoning(before), Reasoning(text):
+                out[-1] = Reasoning(before + text)
+            case CallArguments(one, before), CallArguments(other, text) if one == other:
+                out[-1] = CallArguments(one, before + text)
+            case _:
+                out.append(piece)
+    return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,17 +13,32 @@ from kvsieve.decoding.asked import Sampling
 from kvsieve.detokenize import text_of, token_bytes
 from kvsieve.errors import InputError, UnsupportedOptionError
 from kvsieve.hf.generate.config import check_config, config_in_effect, who_says
+from kvsieve.hf.generate.grammar import CompiledGrammar
 from kvsieve.hf.prompt.constraints import PromptConstraints
 from kvsieve.planning.budget import percent_doubt
+from kvsieve.planning.grammars import Grammar
 from kvsieve.planning.turns import plain_ids, render, stop_ids, token_ids
 from kvsieve.serve.allowed import AllowedPlans
 from kvsieve.serve.grammars import Grammars
 from kvsieve.serve.images import ImageFile, ImageReader
 from kvsieve.serve.limits import ServerLimits
-from kvsieve.serve.messages import all_texts, parted, template_call, template_part, template_tool
+from kvsieve.serve.messages import (
+    all_texts,
+    forced_tools,
+    parted,
+    template_message,
+    template_options,
+    template_tool,
+)
 from kvsieve.serve.parsers.form import AnswerForm
-from kvsieve.serve.parsers.found import call_form
-from kvsieve.serve.schema import ChatMessage, ChatRequest, CommonRequest, CompletionRequest, TokenizeRequest
+from kvsieve.serve.parsers.found import forms_of
+from kvsieve.serve.schema import (
+    ChatRequest,
+    CommonRequest,
+    CompletionRequest,
+    NamedTool,
+    TokenizeRequest,
+)
 from kvsieve.serve.ticket import Order, PromptImages
 
 # Temperatures below which only the likeliest token has a probability above 0, and logits overflow float32.
@@ -80,6 +96,8 @@ class Preparer:
         self._stop_texts = [own] if isinstance(own, str) else list(own or [])
         self._stops = stop_ids(self.tokenizer, config.eos_token_id)
         self._controls = {word.content: token for token, word in tokenizer.added_tokens_decoder.items() if word.special}
+        self._added = {word.content: token for token, word in tokenizer.added_tokens_decoder.items()}
+        self._forms = forms_of(self.tokenizer)
         self._words = model.get_input_embeddings().num_embeddings
         self._context = context
         self._lock = threading.Lock()
@@ -97,38 +115,47 @@ class Preparer:
             raise InputError("the model has no chat template; use /v1/completions")
         files: list[ImageFile] | None = None if self._images is None else []
         numbered = enumerate(request.messages)
-        messages = [_message(message, f"messages.{number}", files) for number, message in numbered]
+        messages = [
+            template_message(message, f"messages.{number}", files, self._forms.member) for number, message in numbered
+        ]
         tools = [template_tool(tool) for tool in request.tools or ()] if request.tool_choice != "none" else []
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         if request.top_logprobs is not None and not request.logprobs:
             raise InputError("top_logprobs: needs logprobs to be true")
         if request.return_progress and not request.stream:
             raise InputError("return_progress: needs stream to be true")
-        if request.tool_choice not in (None, "none", "auto"):
-            raise InputError("tool_choice: expected none or auto")
-        grammar = self.grammars.of(request)
-        if grammar is not None and tools:
-            raise InputError("tools: the form of the whole answer is given too; leave it out, or tool_choice none")
-        self._check_length("\n".join(all_texts(request.model_dump(include={"messages", "tools"}))))
+        options = template_options(request, self.tokenizer)
+        self._check_length(
+            "\n".join(all_texts(request.model_dump(include={"messages", "tools", "chat_template_kwargs"})))
+        )
+        rendered = partial(self._rendered, tools=tools or None, options=options)
         images = None
         if files:
-            text, ids, images = self._with_images(request, parted(messages), tools or None, files)
+            text, ids, images = self._with_images(request, parted(messages), rendered, [*tools, options], files)
         else:
-            text = self._rendered(messages, tools or None)
+            text = rendered(messages)
             ids = self._ids(text)
-        spans, question = self._spans(request, messages, tools or None, text)
-        names = {tool["function"]["name"] for tool in tools}
-        with self._lock:
-            form = AnswerForm(call_form(self.tokenizer, names) if tools else None)
+        spans, question = self._spans(request, messages, rendered, text)
+        form = self._forms.answer(
+            text, tools, request.parallel_tool_calls is False, isinstance(request.tool_choice, NamedTool)
+        )
+        shown = frozenset(self._controls[name] for name in form.controls if name in self._controls)
+        reasoning = None if form.reasoning is None else form.reasoning.tokens(self._added)
         order = self._order(request, ids, owner, logprobs, request.max_completion_tokens)
         constraints = PromptConstraints(spans, None, question)
-        order = replace(order, constraints=constraints, form=form, grammar=grammar)
+        grammar = self._grammar(request, form, tools)
+        order = replace(order, constraints=constraints, form=form, shown=shown, reasoning=reasoning, grammar=grammar)
         return replace(order, progress=bool(request.return_progress), images=images)
 
     def _with_images(
-        self, request: ChatRequest, messages: list[dict[str, Any]], tools: Any, files: list[ImageFile]
+        self,
+        request: ChatRequest,
+        messages: list[dict[str, Any]],
+        rendered: Callable[..., str],
+        others: list[Any],
+        files: list[ImageFile],
     ) -> tuple[str, list[int], PromptImages]:
-        """Return the rendered chat, its token ids and its images."""
+        """Return the rendered chat, its token ids and its images. others: texts that are in no message."""
         assert self._images is not None
         if len(files) > self.limits.images:
             raise InputError(f"messages: at most {self.limits.images} images are taken here, got {len(files)}")
@@ -141,9 +168,27 @@ class Preparer:
                 f"kv.method: {plan.name} reads the prompt in steps of its own, which have no images; take another "
                 "method, or leave the images out"
             )
-        self._images.check_texts(list(all_texts([*messages, *(tools or ())])))
-        text = self._rendered(messages, tools)
+        self._images.check_texts(list(all_texts([*messages, *others])))
+        text = rendered(messages)
         return (text, *self._images.prompt(text, files))
+
+    def _grammar(self, request: ChatRequest, form: AnswerForm, tools: list[dict[str, Any]]) -> CompiledGrammar | None:
+        """Return the grammar of a chat's answers, free reasoning and offered calls included; None for free answers."""
+        forced = forced_tools(request, tools)
+        if forced and form.calls is None:
+            raise InputError(
+                "tool_choice: the model's chat template writes calls in no form that is known here, so none can be "
+                "forced; leave it out"
+            )
+        if forced:
+            return self.grammars.compiled("tool_choice", lambda: Grammar.lark(form.forced_calls(self._added, forced)))
+
+        def placed(grammar: Grammar) -> Grammar:
+            if form.calls is None and form.reasoning is None:
+                return grammar
+            return Grammar.lark(form.matching(self._added, grammar.symbol, tools))
+
+        return self.grammars.of(request, placed)
 
     def completion(self, request: CompletionRequest, owner: str) -> list[Order]:
         """Return the orders of a completion, one per prompt. Raises InputError, PlanError."""
@@ -189,9 +234,11 @@ class Preparer:
     def text(self, ids: tuple[int, ...]) -> str:
         return self._text_of(ids)
 
-    def _rendered(self, messages: list[dict[str, Any]], tools: Any, ask: bool = True) -> str:
+    def _rendered(
+        self, messages: list[dict[str, Any]], ask: bool = True, tools: Any = None, options: Any = None
+    ) -> str:
         with self._lock:
-            return render(self.tokenizer, messages, ask, tools=tools)
+            return render(self.tokenizer, messages, ask, tools=tools, options=options)
 
     def _ids(self, text: str) -> list[int]:
         with self._lock:
@@ -271,7 +318,7 @@ class Preparer:
         )
 
     def _spans(
-        self, request: ChatRequest, messages: list[dict[str, Any]], tools: Any, text: str
+        self, request: ChatRequest, messages: list[dict[str, Any]], rendered: Callable[..., str], text: str
     ) -> tuple[list[tuple[int, int]] | None, int | None]:
         """Return the spans of protected messages, and the tokens of the question hidden from the plan."""
         kv = request.kv
@@ -281,7 +328,7 @@ class Preparer:
         def until(count: int) -> int:
             if not count:
                 return 0
-            before = self._rendered(messages[:count], tools, ask=False)
+            before = rendered(messages[:count], ask=False)
             if not text.startswith(before):
                 raise InputError("kv: the model's template rewrites messages, so those to protect cannot be found")
             return len(self._ids(before))
@@ -305,27 +352,6 @@ def _plain_constraints(request: CompletionRequest) -> tuple[list[tuple[int, int]
     if kv.question is True or any(isinstance(part, int) for part in kv.protect or ()):
         raise InputError("kv: a completion has no messages: give protect as spans of tokens, question as their number")
     return [part for part in kv.protect or () if not isinstance(part, int)] or None, None, kv.question or None
-
-
-def _message(message: ChatMessage, place: str = "messages", files: list[ImageFile] | None = None) -> dict[str, Any]:
-    """Return a message for chat templates. files: gets its images; None for a model of text alone."""
-    content = message.content if message.content is not None else message.refusal
-    if content is None and not message.tool_calls:
-        raise InputError(f"messages: the {message.role}'s message has no content")
-    out: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content or ""}
-    if isinstance(content, list):
-        parts = [template_part(part, f"{place}.content.{number}", files) for number, part in enumerate(content)]
-        plain = len(parts) < 2 and all(part["type"] == "text" for part in parts)
-        out["content"] = "".join(part["text"] for part in parts) if plain else parts
-    if message.reasoning_content is not None:
-        out["reasoning_content"] = message.reasoning_content
-    if message.name is not None:
-        out["name"] = message.name
-    if message.tool_call_id is not None:
-        out["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        out["tool_calls"] = [template_call(call) for call in message.tool_calls]
-    return out
 
 
 def check_generation_config(model: Any) -> None:

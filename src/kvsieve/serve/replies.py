@@ -50,6 +50,9 @@ def usage(summaries: Sequence[Summary]) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(summary.cached_tokens for summary in summaries)},
     }
+    reasoning = [summary.reasoning_tokens for summary in summaries if summary.reasoning_tokens is not None]
+    if reasoning:
+        out["completion_tokens_details"] = {"reasoning_tokens": sum(reasoning)}
     stats = first.stats
     if stats is not None:
         growing = stats.growing_layers or []

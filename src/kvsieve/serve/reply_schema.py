@@ -30,6 +30,12 @@ class PromptTokensDetails(Strict):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Strict):
+    """Tokens of the answers. reasoning_tokens: those of reasoning and its marks."""
+
+    reasoning_tokens: int
+
+
 class DraftedTokens(Strict):
     """Tokens drafted for the answers. accepted: those that became part of one."""
 
@@ -61,6 +67,7 @@ class Usage(Strict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
     kv: KVUsage | None = None
 
 
@@ -86,7 +93,7 @@ class ChatLogprobs(Strict):
 
 
 class AnswerMessage(Strict):
-    """An answer of a chat. reasoning_content: the model's reasoning, where it is told apart."""
+    """An answer of a chat. reasoning_content: the model's reasoning, if the template marks it."""
 
     role: Literal["assistant"]
     content: str | None

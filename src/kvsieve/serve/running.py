@@ -56,7 +56,7 @@ class Running:
                 Sampler(order.sampling, ids, processors, number),
                 ends,
                 order.max_tokens,
-                words=Detokenizer(tokenizer, order.ids if order.continues else ()),
+                words=Detokenizer(tokenizer, order.ids if order.continues else (), order.shown),
                 tell=ticket.tell,
                 stops=order.stops,
                 number=number,
@@ -108,6 +108,7 @@ class Running:
             counts.add(answer.drafts)
         ended = [drafts.note for rows in self.rows for drafts in rows.drafts if drafts.note is not None]
         notes = [*ticket.order.notes, *self.reading.notes, *stats.notes, *dict.fromkeys([*self._notes, *ended])]
+        reasoning = ticket.order.reasoning
         return Summary(
             prompt_tokens=len(ticket.order.ids),
             cached_tokens=self.reading.cached,
@@ -117,4 +118,7 @@ class Running:
             seconds=now - ticket.came,
             ttft_s=first.times[0] - ticket.came,
             queued_s=self.reading.queued,
+            reasoning_tokens=None
+            if reasoning is None
+            else sum(reasoning.count(answer.tokens) for answer in self.answers),
         )

@@ -22,6 +22,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Seed = Annotated[Whole, Field(ge=-(2**62), le=2**62)]
 TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 # A list's first fault says enough; all of them would take hundreds of bytes each.
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[Text], Field(min_length=1, max_length=1024, fail_fast=True)]
@@ -215,6 +216,8 @@ class ChatRequest(CommonRequest):
 
     Attributes:
         return_progress: stream the progress of the prefill in `prompt_progress`, as llama.cpp's server does.
+        chat_template_kwargs: variables of the chat template, such as enable_thinking, as vLLM's server has them.
+        reasoning_effort: passed to the chat template, where it has an effect if the template uses it.
     """
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
@@ -226,6 +229,8 @@ class ChatRequest(CommonRequest):
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     return_progress: bool | None = None
+    chat_template_kwargs: Annotated[dict[VariableName, Any], Field(max_length=32)] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     # OpenAI's other members, which must be absent.
     audio: None = None
@@ -235,7 +240,6 @@ class ChatRequest(CommonRequest):
     prediction: None = None
     prompt_cache_options: None = None
     prompt_cache_retention: None = None
-    reasoning_effort: None = None
     verbosity: None = None
     web_search_options: None = None
 

@@ -16,7 +16,7 @@ from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.prompt.constraints import PromptConstraints
 from kvsieve.planning.drafts import Draft
 from kvsieve.planning.plans import Plan
-from kvsieve.serve.parsers.form import AnswerForm
+from kvsieve.serve.parsers.form import AnswerForm, ReasoningTokens
 
 
 class BusyError(KvsieveError):
@@ -52,6 +52,7 @@ class Summary:
         seconds: from the request to its end.
         ttft_s: from the request to the first token.
         queued_s: from the request to the begin of its prefill.
+        reasoning_tokens: of all answers; None if they are not counted.
     """
 
     prompt_tokens: int
@@ -62,6 +63,7 @@ class Summary:
     seconds: float = 0.0
     ttft_s: float = 0.0
     queued_s: float = 0.0
+    reasoning_tokens: int | None = None
 
 
 Event = AnswerPart | Summary | Exception
@@ -106,6 +108,8 @@ class Order:
         continues: the answer continues the prompt's text, so it may begin with a space.
         echo: text before the answers in the reply.
         form: how the answers are split into text, reasoning and tool calls.
+        shown: control tokens that are part of the answers' text, for the form.
+        reasoning: tokens around reasoning; None if it is not counted.
         progress: report the progress of the prefill.
         draft: source of drafts of the answers; None for none.
         grammar: that every answer matches; None for none.
@@ -128,6 +132,8 @@ class Order:
     continues: bool = False
     echo: str = ""
     form: AnswerForm = field(default_factory=AnswerForm)
+    shown: frozenset[int] = frozenset()
+    reasoning: ReasoningTokens | None = None
     progress: bool = False
     draft: Draft | None = None
     grammar: CompiledGrammar | None = None

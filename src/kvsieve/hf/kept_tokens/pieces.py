@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvsieve.planning.turns import special_ids
+from kvsieve.detokenize import special_ids
 
 # A character has at most so many bytes, and a token at least one.
 _MOST = 4

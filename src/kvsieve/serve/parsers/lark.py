@@ -1,0 +1,76 @@
+"""Rules of a grammar in llguidance's Lark syntax."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# JSON as templates write it, so that no answer is an endless run of white space.
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_DEFINITIONS = ("$defs", "definitions")
+
+
+class Rules:
+    """Rules of a grammar, with numbered names.
+
+    Args:
+        controls: ids of the tokenizer's added tokens, by their text.
+    """
+
+    def __init__(self, controls: Mapping[str, int]) -> None:
+        self._controls = controls
+        self._lines: list[str] = []
+        names = sorted(filter(None, controls), key=len, reverse=True)
+        self._marks = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+
+    def text(self, text: str) -> str:
+        """Return the expression of a text; added tokens that it spells are these tokens."""
+        parts = [text] if self._marks is None else self._marks.split(text)
+        named = [f"<[{self._controls[part]}]>" if part in self._controls else quoted(part) for part in parts if part]
+        return " ".join(named) or '""'
+
+    def json(self, schema: Any, definitions: Mapping[str, Any] | None = None) -> str:
+        """Return the expression of JSON that matches a schema.
+
+        Args:
+            schema: an object, true or false.
+            definitions: schema with the definitions that it refers to.
+        """
+        own = dict(schema) if isinstance(schema, Mapping) else {}
+        shared = {name: definitions[name] for name in _DEFINITIONS if definitions and name in definitions}
+        return self.rule(f"%json {json.dumps({'x-guidance': _COMPACT, **shared, **own})}")
+
+    def until(self, end: str) -> str:
+        """Return the expression of any text up to a mark, and of the mark."""
+        if end in self._controls:
+            return f"{self.rule('/(?s:.*)/')} {self.text(end)}"
+        name = f"r{len(self._lines)}"
+        self._lines.append(f"{name}[suffix={quoted(end)}]: /(?s:.*)/")
+        return name
+
+    def any_of(self, expressions: list[str]) -> str:
+        """Return the expression of one of several."""
+        return self.rule(" | ".join(expressions))
+
+    def rule(self, expression: str) -> str:
+        """Add a rule, and return its name."""
+        name = f"r{len(self._lines)}"
+        self._lines.append(f"{name}: {expression}")
+        return name
+
+    def grammar(self, start: str) -> str:
+        """Return the grammar of an expression."""
+        return "\n".join([f"start: {start}", *self._lines, ""])
+
+
+def quoted(text: str) -> str:
+    """Return a text as a literal of the grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def parameters_of(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a tool's parameters, an object without members that it does not name."""
+    schema = dict(tool["function"].get("parameters") or {})
+    return {"type": "object", "properties": {}, "additionalProperties": False, **schema}
