@@ -6,8 +6,8 @@
 The server is `kvsieve serve`'s, of a tiny random model, with a key, in this process. Every reply has to be one that the
 schema has: its status, type, headers and body; nothing may fail with 500, and what breaks the schema is refused. That
 all that fits the schema is answered is not checked: a model's context and the operator's limits are not in it. The
-model's name is put into bodies that have a text for it, as any other is refused before the rest is looked at. MORE are
-further options of `schemathesis run`. Exits with its status: 0 if nothing was found.
+schema gets the model's name, as any other is refused before the rest is looked at. MORE are further options of
+`schemathesis run`. Exits with its status: 0 if nothing was found.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ HOOKS = """
 import schemathesis
 
 @schemathesis.hook
-def map_body(context, body):
-    if isinstance(body, dict) and isinstance(body.get("model"), str) and len(body["model"]) <= 300:
-        body["model"] = "tiny"
-    return body
+def before_load_schema(context, raw_schema):
+    for name, schema in raw_schema["components"]["schemas"].items():
+        if name.endswith("Request") and "model" in schema["properties"]:
+            schema["properties"]["model"] = {"const": "tiny"}
 """
 
 
