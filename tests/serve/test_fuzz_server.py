@@ -54,3 +54,11 @@ def test_defects_are_told_apart():
     assert judged(400, error) is None and judged(503, error) is None
     assert judged(500, error) and judged(400, b"no") and judged(400, error + b" " * 30_000)
     assert judged(200, b"data: {}") is None and judged(200, b'data: {"error":{"type":"server_error"}}')
+    anthropic = b'{"type":"error","error":{"message":"no"}}'
+    assert judged(400, error, fuzz_server.COUNT) and judged(400, anthropic, fuzz_server.COUNT) is None
+    assert judged(400, anthropic) and judged(200, b'data: {"error":{"type":"api_error"}}', fuzz_server.MESSAGES)
+
+
+def test_bodies_are_of_all_protocols():
+    paths = [fuzz_server.body_case(number, 0)[0] for number in range(100)]
+    assert set(paths) == {*fuzz_server.LONGEST, fuzz_server.COUNT, fuzz_server.TOKENIZE}

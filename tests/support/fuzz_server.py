@@ -9,9 +9,9 @@ leave in the middle of a head, of a body or of a reply, or send nothing more. Al
 /health and has a short answer streamed. A case is drawn by its number, by which `--only` sends it again and shows it.
 
 The script exits 1 for a reply of status 500 or more (503 for a server that is full is none), for an error that is not
-in OpenAI's form or repeats what was sent, for a hang, for memory that a body takes (200 MiB) or that stays of the
-second half of the bodies and of the cuts (64 MiB), and for work that stays. Latency is printed, not judged: it is the
-machine's as well.
+in the form of its protocol or repeats what was sent, for a hang, for memory that a body takes (200 MiB) or that stays
+of the second half of the bodies and of the cuts (64 MiB), and for work that stays. Latency is printed, not judged: it
+is the machine's as well.
 """
 
 from __future__ import annotations
@@ -49,12 +49,19 @@ options = ServerOptions(
 serve(build("llama"), chat_tokenizer(), options, "tiny", lambda text: print(text, flush=True))
 """
 SUPPORT = str(Path(__file__).parent)
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
+RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+# Name of the member that bounds an answer, for paths that have answers.
+LONGEST = {CHAT: "max_tokens", COMPLETIONS: "max_tokens", MESSAGES: "max_tokens", RESPONSES: "max_output_tokens"}
+# What an error of the server's own says in a stream, by protocol.
+FAILED = (b'"type":"server_error"', b'"type":"api_error"', b'"code":"server_error"')
 PEAK, GROWTH, REPLY = 200 << 20, 64 << 20, 20_000
 LIMIT = 8 << 20
 
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+FORM = {"type": "json_schema", "json_schema": {"name": "sum", "schema": PARAMETERS}}
 VALID: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": "w1 w2 w3", "stop": ["w9"], "logprobs": 2, "echo": False, "seed": 3}),
     (COMPLETIONS, {"prompt": [5, 6, 7], "logit_bias": {"5": 1.5}, "temperature": 0.5, "top_p": 0.9, "n": 2}),
@@ -77,6 +84,42 @@ VALID: list[tuple[str, dict[str, Any]]] = [
     ),
     (CHAT, {"messages": [{"role": "user", "content": "w1 w2"}], "kv": {"session": "s", "codec": "kivi:bits=4"}}),
     (CHAT, {"messages": [{"role": "user", "content": "w1 " * 40}], "kv": {"protect": [0], "question": True}}),
+    (CHAT, {"messages": [{"role": "user", "content": "w1"}], "response_format": FORM}),
+    (TOKENIZE, {"prompt": "w1 w2 w3", "add_special_tokens": False, "count_only": True}),
+    (RESPONSES, {"input": "w1 w2", "instructions": "w3", "stream": True, "metadata": {"a": "b"}}),
+    (
+        RESPONSES,
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "w1"}]},
+                {"type": "reasoning", "summary": [{"type": "summary_text", "text": "w2"}]},
+                {"type": "function_call", "call_id": "call_1", "name": "add", "arguments": '{"a": 1}'},
+                {"type": "function_call_output", "call_id": "call_1", "output": "w3"},
+            ],
+            "tools": [{"type": "function", "name": "add", "parameters": PARAMETERS}],
+            "text": {"format": {"type": "text"}},
+            "reasoning": {"summary": "auto"},
+            "store": False,
+        },
+    ),
+    (RESPONSES, {"input": "w1", "previous_response_id": "resp_1", "kv": {"method": "streamingllm"}}),
+    (MESSAGES, {"messages": [{"role": "user", "content": "w1 w2"}], "system": "w3", "stream": True, "top_k": 3}),
+    (
+        MESSAGES,
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "w1", "cache_control": {"type": "ephemeral"}}]},
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "add", "input": {"a": 1}}]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "w3"}]},
+            ],
+            "tools": [{"name": "add", "input_schema": PARAMETERS}],
+            "tool_choice": {"type": "auto"},
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+            "stop_sequences": ["w9"],
+            "metadata": {"user_id": "u"},
+        },
+    ),
+    (COUNT, {"messages": [{"role": "user", "content": "w1 " * 20}], "system": [{"type": "text", "text": "w2"}]}),
 ]
 # Values as JSON writes them, or nearly.
 ODD = """
@@ -84,6 +127,7 @@ ODD = """
     "\\u0000" "\\ud800" "\\ud83d\\ude00" "\\ue000\\u0031\\ue001" "[EOS]" "9" "nan%" "-5%" "20%" "1e400%" [] {} [null]
     [[]] [{}] {"":1} {"role":"user"} [0,-1] [1e3] ["w1",5] "../x" "snapkv" "snapkv:budget=9" "kivi:bits=99999999999"
 """.split()
+MEMBERS = "best messages prompt kv n response_format tools logit_bias input system tool_choice text grammar".split()
 KINDS = ("application/json", "Application/JSON; charset=utf-8", "text/plain", "application/json, text/plain", "")
 
 
@@ -134,13 +178,13 @@ def body_case(number: int, seed: int) -> tuple[str, bytes, dict[str, str]]:
     """A path, a body and headers."""
     draw = random.Random(f"{seed}/{number}")
     path, given = draw.choice(VALID)
-    body = {"model": "tiny", "max_tokens": 4, **given}
+    body = {"model": "tiny", **({LONGEST[path]: 4} if path in LONGEST else {}), **given}
     places, spliced = list(nodes(body)), {}
     for _ in range(draw.choice([0, 1, 1, 1, 2, 3])):
         spliced[draw.choice(places)] = large(draw) if draw.random() < 0.15 else draw.choice(ODD)
     text = written(body, spliced)
     if draw.random() < 0.2:
-        name = draw.choice(["best", "messages", "prompt", "kv", "n", "response_format", "", "tools", "logit_bias"])
+        name = draw.choice([*MEMBERS, ""])
         text = f"{text[:-1]},{json.dumps(name)}:{draw.choice(ODD)}}}"
     data = bytearray(text.encode(errors="surrogatepass"))
     change = draw.random()
@@ -234,18 +278,20 @@ def middle(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def judged(status: int, reply: bytes) -> str | None:
+def judged(status: int, reply: bytes, path: str = CHAT) -> str | None:
     """What is wrong with a reply."""
     if status >= 500 and status != 503:
         return f"status {status}: {reply[:300]!r}"
     if status != 200:
+        protocol, kind = ("Anthropic", "error") if path.startswith(MESSAGES) else ("OpenAI", None)
         try:
-            words = json.loads(reply)["error"]["message"]
-        except (ValueError, KeyError, TypeError):
+            error = json.loads(reply)
+            words = error["error"]["message"] if error.get("type") == kind else None
+        except (ValueError, KeyError, TypeError, AttributeError):
             words = None
         if not words or len(reply) > REPLY:
-            return f"status {status}, {len(reply)} bytes, no error in OpenAI's form: {reply[:300]!r}"
-    elif b'"type":"server_error"' in reply:
+            return f"status {status}, {len(reply)} bytes, no error in {protocol}'s form: {reply[:300]!r}"
+    elif any(words in reply for words in FAILED):
         return f"a stream that fails: {reply[-300:]!r}"
     return None
 
@@ -266,7 +312,7 @@ def send_bodies(server: Server, numbers: list[int], seed: int, shown: bool) -> t
             continue
         slowest = max(slowest, (time.perf_counter() - began, number))
         statuses[status] += 1
-        wrong = judged(status, reply)
+        wrong = judged(status, reply, path)
         if len(data) > 1 << 20:
             peaks.append(server.memory("VmHWM") - before)
             wrong = wrong or (f"{len(data)} bytes took {peaks[-1] >> 20} MiB" if peaks[-1] > PEAK else None)
@@ -279,8 +325,9 @@ def send_bodies(server: Server, numbers: list[int], seed: int, shown: bool) -> t
 
 def cut(server: Server, draw: random.Random) -> None:
     """Begin a request, and leave it."""
-    path, given = draw.choice(VALID)
-    data = json.dumps({"model": "tiny", "max_tokens": 16, "ignore_eos": True, **given}).encode()
+    path, given = draw.choice([(path, given) for path, given in VALID if path in LONGEST])
+    more = {"ignore_eos": True} if path in (CHAT, COMPLETIONS) else {}
+    data = json.dumps({"model": "tiny", LONGEST[path]: 16, **more, **given}).encode()
     if draw.random() < 0.2:
         data = data[:-1] + b" " * draw.choice([100_000, 4_000_000]) + b"}"
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -1,0 +1,74 @@
+"""Examples of the clients' own READMEs run as they stand, but for the server's address and the model's name."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import re
+from importlib import metadata
+
+import openai
+import pytest
+
+from kvsieve.serve.limits import ServerLimits
+from kvsieve.serve.run import ServerOptions, application
+from served_apps import listening
+from tiny_models import build
+from toy_chats import chat_tokenizer
+
+CALLS = re.compile(r"\.(chat\.completions|responses|messages)\.(\w+\.)?(create|stream|parse)\(")
+# Other services of theirs, files that are not there, and packages that are not installed.
+OTHERS = re.compile(r"workload_identity|image|aiohttp|DefaultHttpx|fine_tuning|files\.|audio|realtime|webhook|bedrock")
+
+
+def examples(package: str) -> list[str]:
+    """Code blocks of a package's README that ask for an answer."""
+    text = str(metadata.metadata(package).get_payload())
+    blocks = re.findall(r"^```py(?:thon)?\n(.*?)^```", text, re.M | re.S)
+    return [block for block in blocks if CALLS.search(block) and not OTHERS.search(block)]
+
+
+EXAMPLES = {
+    f"{package}, {number}": code for package in ("openai", "anthropic") for number, code in enumerate(examples(package))
+}
+
+
+@pytest.fixture(scope="module")
+def url():
+    model = build("llama")
+    # Examples set no length, or that of an essay.
+    model.generation_config.max_new_tokens = 6
+    options = ServerOptions(limits=ServerLimits(max_tokens=1024), store_memory="0")
+    with application(model, chat_tokenizer(), options, "tiny") as app, listening(app) as address:
+        yield address
+
+
+def run(code: str) -> None:
+    """Run code that may await outside of functions; `client` is there where the code makes none."""
+    compiled = compile(code, "README", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    awaits = bool(compiled.co_flags & inspect.CO_COROUTINE)
+    names = {"__name__": "__main__", "client": openai.AsyncOpenAI() if awaits else openai.OpenAI()}
+    found = eval(compiled, names)
+    if awaits:
+        asyncio.run(found)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_of_a_client_runs(url, monkeypatch, capsys, name):
+    for variable, value in {
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_KEY": "none",
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": "none",
+    }.items():
+        monkeypatch.setenv(variable, value)
+    code, count = re.subn(r'model="[^"]+"', 'model="tiny"', EXAMPLES[name])
+    run(code)
+    assert count and ("print(" not in code or "except" in code or capsys.readouterr().out.strip())
+
+
+def test_examples_of_every_protocol_are_found():
+    codes = "\n".join(EXAMPLES.values())
+    assert {"chat.completions", "responses", "messages"} <= {found[0] for found in CALLS.findall(codes)}
+    assert "stream=True" in codes
