@@ -15,11 +15,11 @@ from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.run import ServerOptions, application
 from served_apps import listening
 from tiny_models import build
-from toy_chats import chat_tokenizer
+from toy_bytes import byte_chats
 
 CALLS = re.compile(r"\.(chat\.completions|responses|messages)\.(\w+\.)?(create|stream|parse)\(")
 # Other services of theirs, files that are not there, and packages that are not installed.
-OTHERS = re.compile(r"workload_identity|image|aiohttp|DefaultHttpx|fine_tuning|files\.|audio|realtime|webhook|bedrock")
+OTHERS = re.compile(r"Azure|workload_identity|image|aiohttp|DefaultHttpx|fine_tuning|files\.|audio|realtime|webhook|bedrock")
 
 
 def examples(package: str) -> list[str]:
@@ -36,11 +36,11 @@ EXAMPLES = {
 
 @pytest.fixture(scope="module")
 def url():
-    model = build("llama")
+    model = build("llama", vocab_size=288, max_position_embeddings=2048)
     # Examples set no length, or that of an essay.
     model.generation_config.max_new_tokens = 6
     options = ServerOptions(limits=ServerLimits(max_tokens=1024), store_memory="0")
-    with application(model, chat_tokenizer(), options, "tiny") as app, listening(app) as address:
+    with application(model, byte_chats(), options, "tiny") as app, listening(app) as address:
         yield address
 
 
