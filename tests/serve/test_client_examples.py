@@ -19,7 +19,7 @@ from toy_bytes import byte_chats
 
 CALLS = re.compile(r"\.(chat\.completions|responses|messages)\.(\w+\.)?(create|stream|parse)\(")
 # Other services of theirs, files that are not there, and packages that are not installed.
-OTHERS = re.compile(r"Azure|workload_identity|image|aiohttp|DefaultHttpx|fine_tuning|files\.|audio|realtime|webhook|bedrock")
+OTHERS = re.compile("Azure|workload_identity|image|aiohttp|DefaultHttpx|fine_tuning|audio|realtime|webhook|bedrock")
 
 
 def examples(package: str) -> list[str]:

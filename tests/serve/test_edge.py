@@ -98,6 +98,15 @@ def test_what_can_be_got_answers_head(served, path):
     assert httpx.head(f"{served[0]}/v1/completions").status_code == 405
 
 
+@pytest.mark.parametrize(
+    ("path", "methods"), [("/v1/responses/x", {"DELETE", "GET"}), ("/v1/completions", {"POST"}), ("/", {"GET"})]
+)
+def test_a_method_that_a_path_does_not_have_is_refused_with_those_it_has(served, path, methods):
+    refused = httpx.patch(f"{served[0]}{path}")
+    assert refused.status_code == 405 and set(refused.headers["allow"].split(", ")) == methods
+    assert refused.json()["error"]["message"] == "Method Not Allowed"
+
+
 def test_pages_that_are_allowed_may_ask(served):
     asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
     for origin, allowed in ((PAGE, PAGE), ("https://other.example", None)):

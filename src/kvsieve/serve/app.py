@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 from kvsieve.errors import KvsieveError
 from kvsieve.serve.anthropic.routes import add_messages
@@ -51,6 +52,8 @@ def create_app(service: Service) -> FastAPI:
         failure = failure_of(error)
         if failure.status == 500:
             _log.error("%s failed: %s", request.url.path, type(error).__name__, exc_info=error)
+        if failure.status == 405:
+            failure = Failure(405, str(failure), headers={"Allow": ", ".join(app.methods_of(request))})
         return json_error(failure, request.url.path)
 
     for kind in (HTTPException, RequestValidationError, Failure, KvsieveError, Exception):
@@ -66,6 +69,12 @@ def create_app(service: Service) -> FastAPI:
 
 class _Application(FastAPI):
     """FastAPI that describes the bodies read by `parsed_body` like those it reads itself."""
+
+    def methods_of(self, request: Request) -> list[str]:
+        """Return the methods of a request's path; the router's own answer knows those of one route only."""
+        found = (route for route in self.routes if isinstance(route, Route))
+        matching = (route for route in found if route.matches(request.scope)[0] is not Match.NONE)
+        return sorted({method for route in matching for method in route.methods or ()})
 
     def openapi(self) -> dict[str, Any]:
         is_new = self.openapi_schema is None
