@@ -60,7 +60,7 @@ class BufferedMemory(LayerMemory):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return (*self.buffers(), self.valid_buffer)
+        return (*self.buffers(), self.columns.parts.get("valid"))
 
     def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
         parts = self.columns.parts

@@ -27,7 +27,7 @@ from kvsieve.hf.decode.watch import Weights, Wiring
 from kvsieve.hf.forward.pass_state import ComputedLayers
 from kvsieve.hf.forward.rows import RowsSession
 from kvsieve.hf.forward.session import Session
-from kvsieve.hf.forward.sparse_read import count_all, stored_entries
+from kvsieve.hf.forward.sparse_read import stored_entries
 from kvsieve.kernels.cpu import cores
 from kvsieve.kernels.cpu.decoder_layer import DecoderLayer
 from kvsieve.kernels.cpu.token_pass import TokenEntries, through_layers
@@ -114,17 +114,22 @@ class TokenLayers:
             return None
         batch = len(hidden) // len(rows)
         caches = []
+        attended = []
         for row in rows:
             entries = self._entries(row, hidden.new_empty(batch, 0))
-            if entries is None or entries.batch != batch or not _placed(row.cache, entries):
+            if entries is None or entries.batch != batch:
                 return None
             caches.append(entries)
+            attended.append(_placed(row.cache, entries))
+        if not all(attended):
+            return None
         cores.look()
         output = through_layers(hidden, cosine, sine, caches, [row.step.start for row in rows])
-        for row in rows:
+        entry = 2 * cosine.shape[-1] * hidden.element_size()
+        for row, count in zip(rows, attended, strict=True):
+            row.reads.read(batch * count, entry)
             for layer in cast("list[SieveLayer]", row.cache.all_layers):
                 layer.store.advance_host_length()
-                count_all(layer.store, row.reads)
         session.computed = ComputedLayers(self.count, output, angles)
         return output
 
@@ -210,15 +215,18 @@ def _rows_of(session: Session, cache: Any) -> Sequence[Session]:
     return rows if all(row.only_appends for row in rows) else ()
 
 
-def _placed(cache: SieveCache, entries: TokenEntries) -> bool:
-    """Return True if a token can join the entries of every layer as these now are."""
+def _placed(cache: SieveCache, entries: TokenEntries) -> int:
+    """Set the entries of all layers as they are now; return how many each row's token attends to, 0 if it cannot."""
+    attended = 0
     for number, layer in enumerate(cast("list[SieveLayer]", cache.all_layers)):
         store = layer.store
         if layer.view is not None or store.is_encoded or not store.has_room(1):
-            return False
-        if not entries.place(number, store.tensors, store.next_slot):
-            return False
-    return True
+            return 0
+        count = entries.place(number, store.tensors, store.next_slot)
+        if not count:
+            return 0
+        attended += count
+    return attended
 
 
 def computed_before(session: Session, number: int, given: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:

@@ -23,23 +23,25 @@ def decode_before(plan: Plan, layer: SieveLayer) -> None:
         layer.store = layer.store.padded()
 
 
-def encode_after(plan: Plan, cache: SieveCache, index: int, step: Step, *, reduced: bool) -> None:
+def encode_after(plan: Plan, cache: SieveCache, index: int, layer: SieveLayer, step: Step, *, reduced: bool) -> None:
     """Encode entries that are no longer among the newest.
 
     Args:
         plan: with a codec.
         cache: of the layer.
-        index: of the layer, after its attention.
+        index: of the layer.
+        layer: after its attention.
         step: the pass. Evictors see exact entries until they act on a prompt.
         reduced: the plan acts in it.
     """
     assert plan.codec is not None
     if not reduced and step.phase == "prefill" and plan.evict is not None:
         return
-    layers = cache.sieve_layers
     ends = step.ends_prompt
     if not reduced or not _chooses_late(plan):
-        layers[index].encode(plan.codec, ends_prompt=ends)
-    elif index == max(layers):
-        for layer in layers.values():
-            layer.encode(plan.codec, ends_prompt=ends)
+        layer.encode(plan.codec, ends_prompt=ends)
+        return
+    layers = cache.sieve_layers
+    if index == max(layers):
+        for other in layers.values():
+            other.encode(plan.codec, ends_prompt=ends)

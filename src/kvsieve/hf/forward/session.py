@@ -90,7 +90,7 @@ class Session(PassState):
             with gathered(self.checks):
                 self._reduce(index, layer, asked)
         if codec is not None:
-            encode_after(self.plan, self.cache, index, step, reduced=reduces)
+            encode_after(self.plan, self.cache, index, layer, step, reduced=reduces)
         return out
 
     def lend(self, index: int, layer: StoreLayer, key: Tensor, *, changes: bool) -> None:

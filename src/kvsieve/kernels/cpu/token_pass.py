@@ -82,8 +82,8 @@ class TokenEntries:
             job.scale = scale
             fields.layer = layer.address
 
-    def place(self, number: int, tensors: Sequence[Tensor | None], size: int) -> bool:
-        """Set the entries of a layer; return False for those of another layout.
+    def place(self, number: int, tensors: Sequence[Tensor | None], size: int) -> int:
+        """Set the entries of a layer; return how many each row's token attends to, 0 for another layout.
 
         Args:
             number: of the layer.
@@ -95,13 +95,13 @@ class TokenEntries:
         assert keys is not None and values is not None and index is not None
         used = (keys, values, index) if marks is None else (keys, values, index, marks)
         if not all(map(Tensor.is_contiguous, used)):
-            return False
+            return 0
         job = self._jobs[number]
         fields = self._stored[number]
         heads = self._heads[number]
         *front, slots, dim = keys.shape
         if dim != self.layers[number].head or keys.dtype != self._dtype:
-            return False
+            return 0
         if front == [self.batch, heads]:
             job.row = heads * slots
             job.head = slots
@@ -113,12 +113,12 @@ class TokenEntries:
             fields.stride = heads
             fields.written = self._lanes
         else:
-            return False
+            return 0
         job.seen = None
         if marks is not None:
             marked = marks.shape[1]
             if marked not in (1, heads):
-                return False
+                return 0
             job.seen = marks.data_ptr()
             job.item = marks.element_size()
             job.seen_row = marked * slots
@@ -127,7 +127,7 @@ class TokenEntries:
         job.values = values.data_ptr()
         fields.index = index.data_ptr()
         job.size = size
-        return True
+        return (size + fields.stride) * (heads if job.newest else 1)
 
 
 def through_layers(
