@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+import anthropic
 import openai
 import pytest
 
@@ -82,7 +83,29 @@ def by_responses(url, has_result, limit, stream):
     return Answer(reply.output_text.strip(), calls, (reply.usage.input_tokens, reply.usage.output_tokens), end)
 
 
-PROTOCOLS = {"chat": by_chat, "responses": by_responses}
+def by_messages(url, has_result, limit, stream):
+    messages = [{"role": "user", "content": QUESTION}]
+    if has_result:
+        call = {"type": "tool_use", "id": "call00001", "name": "add", "input": {"a": 2, "b": 3}}
+        messages.append({"role": "assistant", "content": [{"type": "text", "text": "w4"}, call]})
+        result = {"type": "tool_result", "tool_use_id": "call00001", "content": "5"}
+        messages.append({"role": "user", "content": [result]})
+    tools = [{"name": "add", "description": "Adds.", "input_schema": PARAMETERS}]
+    asked = {"model": "scripted", "messages": messages, "tools": tools, "max_tokens": limit}
+    with anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0, timeout=60) as client:
+        if stream:
+            with client.messages.stream(**asked) as events:
+                reply = events.get_final_message()
+        else:
+            reply = client.messages.create(**asked)
+    text = "".join(block.text for block in reply.content if block.type == "text")
+    calls = [(block.name, block.input) for block in reply.content if block.type == "tool_use"]
+    prompt = reply.usage.input_tokens + reply.usage.cache_read_input_tokens
+    end = {"end_turn": "stop", "max_tokens": "length", "tool_use": "tool_calls"}[reply.stop_reason]
+    return Answer(text.strip(), calls, (prompt, reply.usage.output_tokens), end)
+
+
+PROTOCOLS = {"chat": by_chat, "responses": by_responses, "messages": by_messages}
 # Whether the call and its result are part of the conversation, the longest answer, and the answer.
 CASES = {
     "a call": (False, 20, ("Let_me_see.", [("add", {"a": 2, "b": 3})], "tool_calls")),

@@ -10,14 +10,14 @@ from pydantic import TypeAdapter
 
 from kvsieve.decoding.asked import AnswerPart
 from kvsieve.errors import InputError
-from kvsieve.serve.failures import Failure
+from kvsieve.serve.failures import Failure, renamed
 from kvsieve.serve.parsers.form import AnswerForm
 from kvsieve.serve.pieces import CallArguments, CallBegin, Reasoning, Text
 from kvsieve.serve.responses.items import OutputItems
 from kvsieve.serve.responses.kept import KeptResponse, KeptResponses
 from kvsieve.serve.responses.reply import ResponseRun
 from kvsieve.serve.responses.schema import ResponsesRequest
-from kvsieve.serve.responses.translate import chat_request, in_own_names
+from kvsieve.serve.responses.translate import NAMES, chat_request
 
 EVENT = TypeAdapter(ResponseStreamEvent)
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
@@ -83,7 +83,7 @@ def test_options_become_those_of_a_chat():
 def test_errors_name_the_members_of_a_response():
     names = {"messages.1.content: x": "input: x", "max_tokens: x": "max_output_tokens: x", "n: x": "n: x"}
     for message, name in names.items():
-        assert str(in_own_names(InputError(message))) == name
+        assert str(renamed(InputError(message), NAMES)) == name
 
 
 class Script:

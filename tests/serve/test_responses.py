@@ -18,6 +18,8 @@ from kvsieve.serve.responses.kept import KeptResponses
 from kvsieve.serve.responses.reply_schema import ItemsReply, ResponseReply
 from kvsieve.serve.run import ServerOptions, application
 from served_apps import listening
+from tiny_models import build
+from toy_images import data_url, file_of, picture, processor
 from toy_tools import TURN, follows, scripted, tools_tokenizer
 
 KEYS = ("first-key", "second-key")
@@ -354,3 +356,23 @@ def test_an_agent_framework_streams(url, adder):
 
     said, kinds = asyncio.run(run())
     assert said == "The sum is 5." and "tool_called" in kinds and "tool_output" in kinds
+
+
+def test_an_image_is_read_as_in_a_chat_and_stays_in_the_conversation():
+    image, reader = data_url(file_of(picture(1))), processor("llava")
+    with application(build("llava"), reader.tokenizer, ServerOptions(), "scripted", reader) as app:
+        with listening(app) as address:
+            part = {"type": "input_image", "image_url": image, "detail": "auto"}
+            question = {"input": [{"role": "user", "content": [part]}], "max_output_tokens": 4}
+            first = post(f"{address}/v1", question).json()
+            chat = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": image}}]}
+            body = {"model": "scripted", "messages": [chat], "max_tokens": 4}
+            reference = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60).json()
+            assert first["output"][0]["content"][0]["text"] == reference["choices"][0]["message"]["content"]
+            assert first["usage"]["input_tokens"] == reference["usage"]["prompt_tokens"]
+            more = {"input": "w1", "previous_response_id": first["id"], "max_output_tokens": 1}
+            second = post(f"{address}/v1", more).json()
+            assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"] + 4
+            part["image_url"] = "https://example.org/a.png"
+            error = post(f"{address}/v1", question).json()["error"]
+            assert error["param"] == "input" and "no address is fetched" in error["message"]

@@ -107,9 +107,7 @@ def failure_of(error: Exception) -> Failure:
     return Failure(500, "the server failed at this request; its log says more")
 
 
-def renamed(
-    error: InputError | UnsupportedOptionError, names: Mapping[str, str]
-) -> InputError | UnsupportedOptionError:
+def renamed(error: InputError | UnsupportedOptionError | Failure, names: Mapping[str, str]) -> Exception:
     """Return an error about a member of a chat request with a protocol's own name for it.
 
     Args:
@@ -118,7 +116,12 @@ def renamed(
     """
     member, colon, rest = str(error).partition(":")
     name = names.get(member.partition(".")[0])
-    return type(error)(f"{name}{colon}{rest}") if name and colon else error
+    if not (name and colon):
+        return error
+    message = f"{name}{colon}{rest}"
+    if isinstance(error, Failure):
+        return Failure(error.status, message, code=error.code, param=name, retry=error.retry)
+    return type(error)(message)
 
 
 def _invalid(error: ValidationError | RequestValidationError) -> Failure:

@@ -66,7 +66,7 @@ def chat_request(body: CountTokensRequest, most: int) -> ChatRequest:
     return ChatRequest.model_validate(members)
 
 
-def in_own_names(error: InputError | UnsupportedOptionError) -> InputError | UnsupportedOptionError:
+def in_own_names(error: InputError | UnsupportedOptionError) -> Exception:
     """Return an error of a chat's preparation with the names that /v1/messages has for its members."""
     return renamed(error, _NAMES)
 

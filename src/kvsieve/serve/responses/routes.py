@@ -15,14 +15,14 @@ from kvsieve.errors import InputError, UnsupportedOptionError
 from kvsieve.serve.endpoint import Desk, Owner, described, guarded, parsed_body, whole
 from kvsieve.serve.events import EventStream, event
 from kvsieve.serve.exchange import Exchange
-from kvsieve.serve.failures import Failure
+from kvsieve.serve.failures import Failure, renamed
 from kvsieve.serve.replies import json_text
 from kvsieve.serve.responses.items import JsonObject
 from kvsieve.serve.responses.kept import KeptResponse, KeptResponses, size_of
 from kvsieve.serve.responses.reply import ResponseRun
 from kvsieve.serve.responses.reply_schema import DELETED, ITEMS, RESPONSE, STORED
 from kvsieve.serve.responses.schema import InputItem, ResponsesRequest
-from kvsieve.serve.responses.translate import chat_request, in_own_names, listed
+from kvsieve.serve.responses.translate import NAMES, chat_request, listed
 from kvsieve.serve.schema import TokenizeRequest
 from kvsieve.serve.ticket import Order
 
@@ -125,8 +125,8 @@ class _Endpoints:
         try:
             chat = chat_request(body, [InputItem.model_validate_json(item) for item in earlier])
             order = self._preparer.chat(chat, owner)
-        except (InputError, UnsupportedOptionError) as error:
-            raise in_own_names(error) from None
+        except (InputError, UnsupportedOptionError, Failure) as error:
+            raise renamed(error, NAMES) from None
         return _PreparedResponse(order, earlier, inputs)
 
     def _earlier(self, body: ResponsesRequest, owner: str) -> tuple[bytes, ...]:

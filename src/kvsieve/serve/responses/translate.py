@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from uuid import uuid4
 
-from kvsieve.errors import InputError, UnsupportedOptionError
-from kvsieve.serve.failures import Failure, renamed
+from kvsieve.serve.failures import Failure
 from kvsieve.serve.responses.schema import (
     LOGPROBS,
     ChosenFunction,
@@ -34,7 +33,7 @@ from kvsieve.serve.schema import (
 
 _TEXTS = ("input_text", "output_text", "summary_text", "reasoning_text")
 # Members of a chat, by their names here.
-_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 
 
 def chat_request(body: ResponsesRequest, earlier: Sequence[InputItem] = ()) -> ChatRequest:
@@ -72,11 +71,6 @@ def chat_request(body: ResponsesRequest, earlier: Sequence[InputItem] = ()) -> C
         response_format=_response_format(None if body.text is None else body.text.format),
         kv=body.kv,
     )
-
-
-def in_own_names(error: InputError | UnsupportedOptionError) -> InputError | UnsupportedOptionError:
-    """Return an error of a chat's preparation with the names that /v1/responses has for its members."""
-    return renamed(error, _NAMES)
 
 
 def listed(item: InputItem) -> dict[str, Any]:
