@@ -59,6 +59,24 @@ def test_reasoning_and_calls_between_control_tokens(service):
     assert chunks[-1].finish_reason == "tool_calls"
 
 
+def test_reasoning_is_an_item_of_a_response(service):
+    client = service[1]
+    tools = [{"type": "function", "strict": False, **TOOLS[0]["function"]}]
+    asked = {"model": "scripted", "tools": tools, "reasoning": {"effort": "low"}}
+    reply = client.responses.create(input="w1 w2 w3", **asked)
+    reasoning, message, called = reply.output
+    assert (reasoning.content[0].text, message.content[0].text.strip()) == ("Hm. Sure.", "So:")
+    assert reply.usage.output_tokens_details.reasoning_tokens == 4
+    result = {"type": "function_call_output", "call_id": called.call_id, "output": "5"}
+    continued = client.responses.create(input=[result], previous_response_id=reply.id, **asked)
+    choice = ask(service, tools=TOOLS, reasoning_effort="low").choices[0]
+    said = choice.message.model_dump(exclude_none=True)
+    messages = [QUESTION, said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "5"}]
+    chat = ask(service, messages, tools=TOOLS, reasoning_effort="low")
+    assert continued.usage.input_tokens == chat.usage.prompt_tokens
+    assert continued.output_text.strip() == chat.choices[0].message.content
+
+
 def test_control_tokens_of_calls_are_hidden_without_tools(service):
     choice = ask(service).choices[0]
     assert choice.message.content == 'So: add {"a":2, "b":3}' and choice.message.reasoning_content == "Hm. Sure."

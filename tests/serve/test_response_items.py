@@ -69,12 +69,14 @@ def test_options_become_those_of_a_chat():
         "tool_choice": {"type": "function", "name": "add"},
         "text": {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}},
         "max_output_tokens": 9.0,
+        "reasoning": {"effort": "low", "summary": "auto"},
         "kv": {"budget": "10%"},
     }
     chat = chat_request(ResponsesRequest.model_validate_json(json.dumps(body)))
     assert chat.messages[0].content[0].type == "image_url" and chat.max_completion_tokens == 9
     assert chat.tools[0].function.name == chat.tool_choice.function.name == "add"
     assert chat.tools[0].function.parameters == PARAMETERS and chat.kv.budget == "10%"
+    assert chat.reasoning_effort == "low"
     assert chat.response_format.json_schema.schema_ == schema and chat.response_format.json_schema.strict
     plain = chat_request(ResponsesRequest(model="m", input="w1", text={"format": {"type": "json_object"}}))
     assert plain.response_format.type == "json_object" and plain.response_format.json_schema is None
@@ -112,7 +114,7 @@ def test_reasoning_text_and_calls_are_items_in_their_order():
     call = [CallBegin(0, "c1", "add"), CallArguments(0, '{"a"'), CallArguments(0, ": 1}")]
     output, events = output_of([Reasoning("Hm"), Reasoning("."), Text("Yes"), *call, CallBegin(1, "c2", "add")])
     assert [item["type"] for item in output.items] == ["reasoning", "message", "function_call", "function_call"]
-    assert {item["status"] for item in output.items} == {"completed"} and output.reasoning == "Hm."
+    assert {item["status"] for item in output.items} == {"completed"}
     assert output.items[0]["content"][0]["text"] == "Hm." and output.items[2]["arguments"] == '{"a": 1}'
     assert [event["output_index"] for event in events] == sorted(event["output_index"] for event in events)
     reasoned = [*["reasoning_text.delta"] * 2, "reasoning_text.done", "content_part.done", "output_item.done"]
@@ -163,7 +165,7 @@ CODES = {429: "rate_limit_exceeded", 413: "invalid_prompt", 503: "server_error"}
 @pytest.mark.parametrize(("status", "code"), CODES.items())
 def test_failures_have_the_codes_of_a_response(status, code):
     body = ResponsesRequest(model="m", input="w1")
-    run = ResponseRun(body, AnswerForm(), lambda token: b"", len, lambda reply: None)
+    run = ResponseRun(body, AnswerForm(), lambda token: b"", lambda reply: None)
     error, failed = run.failed(Failure(status, "No."))
     EVENT.validate_python(error)
     EVENT.validate_python(failed)

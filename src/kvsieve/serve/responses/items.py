@@ -19,7 +19,6 @@ class OutputItems:
 
     Attributes:
         items: those that are complete, in order.
-        reasoning: text of all reasoning.
 
     Args:
         form: of the answer.
@@ -28,7 +27,6 @@ class OutputItems:
 
     def __init__(self, form: AnswerForm, spelled: TokenBytes) -> None:
         self.items: list[JsonObject] = []
-        self.reasoning = ""
         self._parser = form.parser()
         self._spelled = spelled
         self._tokens: list[ChosenToken] = []
@@ -60,10 +58,9 @@ class OutputItems:
                 if not isinstance(self._open, _MessageItem):
                     events = self._begin(_MessageItem(self._next))
                 logprobs = chat_logprobs(tokens, self._spelled)["content"]
-            case Reasoning(text):
+            case Reasoning():
                 if not isinstance(self._open, _ReasoningItem):
                     events = self._begin(_ReasoningItem(self._next))
-                self.reasoning += text
             case CallArguments():
                 pass
         if self._open is not None:

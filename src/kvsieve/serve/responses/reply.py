@@ -28,8 +28,7 @@ class ResponseRun:
         body: the request.
         form: of the answer.
         spelled: returns a token's bytes.
-        tokens: returns the number of a text's tokens; called in another thread, as the next.
-        keep: called with the response object at its end.
+        keep: called with the response object at its end, in another thread.
     """
 
     def __init__(
@@ -37,12 +36,10 @@ class ResponseRun:
         body: ResponsesRequest,
         form: AnswerForm,
         spelled: TokenBytes,
-        tokens: Callable[[str], int],
         keep: Callable[[JsonObject], None],
     ) -> None:
         self.reply = _begun(body)
         self._output = OutputItems(form, spelled)
-        self._tokens = tokens
         self._keep = keep
         self._numbers = count()
 
@@ -75,8 +72,7 @@ class ResponseRun:
         return [self._numbered(event), self._state("failed")]
 
     def _complete(self, is_cut: bool, summaries: list[Summary]) -> None:
-        reasoning = self._tokens(self._output.reasoning) if self._output.reasoning else 0
-        self.reply |= {"output": self._output.items, "usage": _usage(summaries, reasoning)}
+        self.reply |= {"output": self._output.items, "usage": _usage(summaries)}
         if is_cut:
             self.reply |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
         else:
@@ -119,7 +115,7 @@ def _begun(body: ResponsesRequest) -> JsonObject:
         "tools": [tool.model_dump() for tool in tools],
         "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
         "truncation": "disabled",
         "service_tier": "default",
         "metadata": body.metadata or {},
@@ -129,14 +125,14 @@ def _begun(body: ResponsesRequest) -> JsonObject:
     }
 
 
-def _usage(summaries: list[Summary], reasoning_tokens: int) -> JsonObject:
+def _usage(summaries: list[Summary]) -> JsonObject:
     costs: dict[str, Any] = usage(summaries)
     out = {
         "input_tokens": costs["prompt_tokens"],
         # Clients need the number of tokens written, which OpenAI bills.
         "input_tokens_details": {**costs["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens": costs["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "output_tokens_details": costs.get("completion_tokens_details", {"reasoning_tokens": 0}),
         "total_tokens": costs["total_tokens"],
     }
     return {**out, "kv": costs["kv"]} if "kv" in costs else out

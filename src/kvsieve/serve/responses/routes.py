@@ -23,7 +23,6 @@ from kvsieve.serve.responses.reply import ResponseRun
 from kvsieve.serve.responses.reply_schema import DELETED, ITEMS, RESPONSE, STORED
 from kvsieve.serve.responses.schema import InputItem, ResponsesRequest
 from kvsieve.serve.responses.translate import NAMES, chat_request, listed
-from kvsieve.serve.schema import TokenizeRequest
 from kvsieve.serve.ticket import Order
 
 ResponsesBody = Annotated[ResponsesRequest, Depends(parsed_body(ResponsesRequest))]
@@ -95,15 +94,11 @@ class _Endpoints:
             if body.store is not False:
                 self._kept.put(owner, reply["id"], _kept_response(turn, reply))
 
-        run = ResponseRun(body, turn.order.form, self._preparer.token_bytes, self._tokens, keep)
+        run = ResponseRun(body, turn.order.form, self._preparer.token_bytes, keep)
         exchange = await self._desk.begin([turn.order])
         if body.stream:
             return EventStream(guarded(exchange, _written(run, exchange), lambda failure: _failed(run, failure)))
         return await whole(request, exchange, run.whole(exchange), _TOKENS)
-
-    def _tokens(self, text: str) -> int:
-        request = TokenizeRequest(model="", prompt=text, add_special_tokens=False)
-        return len(self._preparer.tokens(request))
 
     def found(self, owner: str, name: str) -> KeptResponse:
         """Return a stored response. Raises Failure for one that the owner does not have."""

@@ -120,7 +120,7 @@ class TextOptions(Strict):
 class ReasoningOptions(Strict):
     """Options of reasoning. Its text is returned as it is, so summaries may be "auto" only, without effect."""
 
-    effort: None = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     summary: Literal["auto"] | None = None
     generate_summary: Literal["auto"] | None = None
 

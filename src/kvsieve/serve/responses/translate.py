@@ -33,7 +33,12 @@ from kvsieve.serve.schema import (
 
 _TEXTS = ("input_text", "output_text", "summary_text", "reasoning_text")
 # Members of a chat, by their names here.
-NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
 
 
 def chat_request(body: ResponsesRequest, earlier: Sequence[InputItem] = ()) -> ChatRequest:
@@ -69,6 +74,7 @@ def chat_request(body: ResponsesRequest, earlier: Sequence[InputItem] = ()) -> C
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_response_format(None if body.text is None else body.text.format),
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         kv=body.kv,
     )
 
