@@ -48,9 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="directory of a model (default: the demo model)")
     parser.add_argument("--length", type=int, default=300, help="tokens of the prompt (default 300)")
-    parser.add_argument(
-        "--tokens", type=int, default=20, help="tokens counted, after as many others (default 20)"
-    )
+    parser.add_argument("--tokens", type=int, default=20, help="tokens counted, after as many others (default 20)")
     parser.add_argument("--decode", default="auto", help="decode engine (default auto)")
     parser.add_argument("--plans", default=PLANS, help="plans, divided by semicolons")
     parser.add_argument("--most", type=int, default=0, help="functions to list, by calls (default 0)")

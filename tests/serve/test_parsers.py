@@ -234,7 +234,6 @@ TEXTS = [
     "No calls.",
     " \n spaces \n\n within, and behind \n",
     "a < b, [TOO], <tool, <|x|>, {",
-    "<tool_call>",
     "<tool_call>\n hello world </tool_call>",
     "[TOOL_CALLS] nothing",
     "<start_function_call>nothing",
@@ -273,6 +272,15 @@ def test_one_call_alone(name):
         assert [name for name, _ in whole(parsed(form, text, size, single=True))[2]] == ["add"]
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_a_mark_at_the_end_is_no_text(name):
+    _, form, write = FORMS[name]
+    mark = {"llama": "<|python_tag|>", "harmony": "<|channel|>"}.get(name) or write("", [("add", {})])
+    mark = next((part for part in form.controls if mark.startswith(part)), mark)
+    for size in (1, len(mark)):
+        assert whole(parsed(form, mark, size)) == ("", "", [])
+
+
 BROKEN = {
     # A name, then arguments that are no JSON: passed on as they are, up to the mark behind them.
     '<tool_call>{"name": "f", "arguments": {"a": 1,, }}</tool_call>.': (".", [("f", '{"a": 1,, }')]),
@@ -298,11 +306,21 @@ def test_ids_that_the_model_writes_stay():
     assert [(call.id, call.name, call.arguments) for call in answer.calls] == [("abcdefghi", "add", "{}")]
 
 
+def test_names_with_spaces_and_empty_sections():
+    call = '<|tool_call>call:f{a b :{c d:1},"e":[x y]}<tool_call|>'
+    ((_, arguments),) = whole(parsed(GEMMA_4, call, 3))[2]
+    assert json.loads(arguments.replace('"x""y"', '"x", "y"')) == {"a b": {"c d": 1}, "e": ["x", "y"]}
+    empty = "Well. <|tool_calls_section_begin|><|tool_calls_section_end|>"
+    assert whole(parsed(KimiCalls(), empty, 2)) == ("Well. ", "", [])
+
+
 def test_python_tags_and_lone_tags_are_calls_too():
     call = '<|python_tag|>{"name": "add", "parameters": {"a": 1}}'
     assert whole(parsed(BareCalls(NAMES), call, 3)) == ("", "", [("add", '{"a": 1}')])
     assert whole(parsed(BareCalls(NAMES), f"{call}; {call}", 3))[2] == [("add", '{"a": 1}')] * 2
     assert whole(parsed(BareCalls(NAMES), "<|python_tag|>print(1)", 2)) == ("<|python_tag|>print(1)", "", [])
+    behind = f"Let me see. {call}"
+    assert whole(parsed(BareCalls(NAMES), behind, 3)) == ("Let me see.", "", [("add", '{"a": 1}')])
     lone = "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>"
     assert whole(parsed(TaggedCalls(QWEN_CODER), lone, 3))[2] == [("add", '{"a": 1}')]
     close = "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"

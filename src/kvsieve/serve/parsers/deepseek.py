@@ -15,9 +15,8 @@ _CALL = "<｜tool▁call▁begin｜>"
 _CALL_END = "<｜tool▁call▁end｜>"
 _BETWEEN = "<｜tool▁sep｜>"
 _FENCE = "```"
-_BEGIN = rf"(?:{_CALLS}\s*)?{_CALL}\s*"
-_HEAD = re.compile(rf"{_BEGIN}(?P<name>[^\s<]+)\s*{_BETWEEN}\s*")
-_FENCED = re.compile(rf"{_BEGIN}function{_BETWEEN}(?P<name>[^\s<]+)\s*{_FENCE}(?:json)?\s*")
+_HEAD = re.compile(rf"{_CALL}\s*(?P<name>[^\s<]+)\s*{_BETWEEN}\s*")
+_FENCED = re.compile(rf"{_CALL}\s*function{_BETWEEN}(?P<name>[^\s<]+)\s*{_FENCE}(?:json)?\s*")
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class DeepSeekCalls(CallForm):
     controls = (_CALLS, _CALLS_END, _CALL, _CALL_END, _BETWEEN)
 
     def parser(self) -> AnswerParser:
-        return NamedParser((_CALLS, _CALL), _FENCED if self.fenced else _HEAD, (_FENCE, _CALL_END, _CALLS_END))
+        return NamedParser(_CALL, _FENCED if self.fenced else _HEAD, (_FENCE, _CALL_END, _CALLS_END), _CALLS)
 
     def forced(self, rules: Rules, tools: Tools, several: bool) -> str:
         calls = []

@@ -97,7 +97,7 @@ GEMMA_4 = GemmaCalls("<|tool_call>", "<tool_call|>", '<|"|>')
 class _GemmaParser(NamedParser):
     def __init__(self, form: GemmaCalls) -> None:
         head = re.compile(rf"{re.escape(form.begin)}\s*call:\s*(?P<name>[^\s{{]+)\s*")
-        super().__init__((form.begin,), head, (form.end,))
+        super().__init__(form.begin, head, (form.end,))
         self._quote = form.quote
         self._open: list[str] = []
         self._key = self._string = False
@@ -138,6 +138,10 @@ class _GemmaParser(NamedParser):
             return ""
         if letter in "{}[],:":
             return self._punctuation(letter)
+        if self._key and letter != '"':
+            # A name may have spaces.
+            name, colon, _ = self.held.partition(":")
+            return json.dumps(self._taken(len(name)).rstrip(), ensure_ascii=False) if colon else None
         found = (_JSON_STRING if letter == '"' else _WORD).match(self.held)
         if found is None or (found.end() == len(self.held) and letter != '"'):
             return None
@@ -167,7 +171,5 @@ class _GemmaParser(NamedParser):
         return letter + (" " if letter in ",:" else "")
 
     def _is_text(self, word: str) -> bool:
-        """Return whether a word is a name or a text, not a number or the like."""
-        if self._key:
-            return True
+        """Return whether a word is a text, not a number or the like."""
         return word not in _LITERALS and re.fullmatch(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?", word) is None

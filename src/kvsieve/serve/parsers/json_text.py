@@ -10,8 +10,8 @@ from typing import Any
 
 _SPACE = re.compile(r"\s*")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
-# What changes the state outside of a string; no JSON has "<" there, so the mark behind a broken value ends it.
-_OUTSIDE = re.compile(r'["{}\[\]<]')
+# What changes the state outside of a string; no JSON has "<" or "`" there, so the mark behind a broken value ends it.
+_OUTSIDE = re.compile(r'["{}\[\]<`]')
 _INSIDE = re.compile(r'["\\]')
 _SCALAR = re.compile(r'[^\s,{}\[\]<"]+')
 _ARGUMENTS = ("arguments", "parameters")
@@ -58,7 +58,7 @@ class JsonEnd:
         found = _OUTSIDE.search(text, at)
         if found is None:
             return len(text)
-        if found[0] == "<":
+        if found[0] in "<`":
             self.ended = True
             return found.start()
         self._change(found[0])

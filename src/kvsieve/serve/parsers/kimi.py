@@ -15,7 +15,7 @@ _CALL = "<|tool_call_begin|>"
 _CALL_END = "<|tool_call_end|>"
 _ARGUMENTS = "<|tool_call_argument_begin|>"
 _HEAD = re.compile(
-    rf"(?:{re.escape(_CALLS)}\s*)?{re.escape(_CALL)}\s*"
+    rf"{re.escape(_CALL)}\s*"
     rf"(?P<id>(?:functions\.)?(?P<name>[^\s:<]+)(?::\d+)?)\s*{re.escape(_ARGUMENTS)}\s*"
 )
 
@@ -27,7 +27,7 @@ class KimiCalls(CallForm):
     controls = (_CALLS, _CALLS_END, _CALL, _CALL_END, _ARGUMENTS)
 
     def parser(self) -> AnswerParser:
-        return NamedParser((_CALLS, _CALL), _HEAD, (_CALL_END, _CALLS_END))
+        return NamedParser(_CALL, _HEAD, (_CALL_END, _CALLS_END), _CALLS)
 
     def forced(self, rules: Rules, tools: Tools, several: bool) -> str:
         calls = []

@@ -130,6 +130,8 @@ class _MarkedParser(ObjectParser):
 
 
 class _BareParser(ObjectParser):
+    marks = (_PYTHON,)
+
     def __init__(self, names: frozenset[str]) -> None:
         super().__init__(names)
         self.step = self.start

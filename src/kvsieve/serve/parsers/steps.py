@@ -89,8 +89,11 @@ class CallParser(AnswerParser):
         return [Text(bare)] if bare else []
 
     def no_call(self, size: int) -> list[Piece]:
-        """Take a mark, or another begin of a call, as text."""
+        """Take a mark, or another begin of a call, as text. A mark at the end of the answer is dropped."""
         self.step = self.text
+        if self.last and size > 1 and not self.held[size:].strip():
+            self.held = ""
+            return []
         return self.said(size)
 
     def begin(self, name: str, size: int, call_id: str | None = None) -> list[Piece]:
@@ -161,17 +164,30 @@ class NamedParser(CallParser):
     """Parser of calls with a name between marks, before their arguments.
 
     Args:
-        marks: that begin a call, or several.
+        mark: that begins a call.
         head: of a call; see CallParser.named.
         ends: marks that may follow a call.
+        section: mark before all calls; "" for none.
     """
 
-    def __init__(self, marks: tuple[str, ...], head: re.Pattern[str], ends: tuple[str, ...]) -> None:
+    def __init__(self, mark: str, head: re.Pattern[str], ends: tuple[str, ...], section: str = "") -> None:
         super().__init__()
-        self.marks = marks
+        self.marks = (section, mark) if section else (mark,)
         self.ends = ends
+        self._mark = mark
         self._head = head
+        self._section = section
 
     def call(self) -> list[Piece] | None:
-        mark = next(mark for mark in self.marks if self.held.startswith(mark))
-        return self.named(mark, self._head)
+        if not self._section or not self.held.startswith(self._section):
+            return self.named(self._mark, self._head)
+        size = len(self._section)
+        behind = self.held[size:].lstrip()
+        following = (self._mark, *self.ends)
+        if behind.startswith(following):
+            self._taken(len(self.held) - len(behind))
+            self.step = self.call if behind.startswith(self._mark) else self.behind
+            return []
+        if not self.last and any(mark.startswith(behind) for mark in following):
+            return None
+        return self.no_call(size)
