@@ -181,6 +181,13 @@ def test_drafts_are_cut_to_the_grammar_and_change_no_answer():
     assert drafts.counts.drafted - drafts.counts.accepted <= 1
 
 
+def test_rules_about_a_prompt_that_is_shortened_do_not_ban_what_a_grammar_needs():
+    with attach("gemfilter", budget=24, layer=1) as sieve:
+        prompts = ids("Say it, and then say it again: ")
+        result = sieve.generate(*prompts, grammar=GRAMMAR, max_new_tokens=LIMIT, no_repeat_ngram_size=2)
+    check(result.text)
+
+
 def test_a_proposal_is_measured_without_a_change():
     matcher = compiled(Grammar.regex("abc+"), tokenizer()).matcher(ends())
     a, b, c = tokenizer().convert_tokens_to_ids(list("abc"))

@@ -183,8 +183,6 @@ class Sieve(AttachedModel):
         if source is not None:
             check_drafted(config, options)
         matching = following(grammar, self.tokenizer, config)
-        if matching is not None:
-            options["logits_processor"] = [*(options.get("logits_processor") or []), matching]
         reading = ReadOptions(
             chunk=chunk,
             new_tokens=config.max_new_tokens or 0,

@@ -70,7 +70,7 @@ class CallOptions:
         config: in effect for them.
         measure: record peak memory, and wait for the GPU at every token.
         draft: source of drafts; None for none.
-        grammar: that the answers match, one of the options' processors; None for none.
+        grammar: that the answers match; None for none.
     """
 
     options: dict[str, Any]
@@ -187,6 +187,9 @@ def _decode(
     streamer = Streamer(options.get("streamer"), original)
     if streamer.inner is not None:
         options["streamer"] = streamer
+    if asked.grammar is not None:
+        # Behind the rules about the prompt, which may ban what it allows.
+        options["logits_processor"] = [*(options.get("logits_processor") or []), asked.grammar]
     if answer is not None:
         criteria, options = answer.joined(criteria, options, config)
     try:
