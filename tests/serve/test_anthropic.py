@@ -361,6 +361,36 @@ def test_a_client_that_goes_away_frees_its_work():
         assert scheduler.counts["cancelled"] == 1 and scheduler.state()["running"] == 0
 
 
+# Reasons, then answers.
+THOUGHT = ["[THINK]", "Hm.", "Sure.", "[/THINK]", "So:", "[EOS]"]
+REASONING = (
+    "{% for m in messages %}<{{ m.role }}> {% if m.reasoning_content %}[THINK] {{ m.reasoning_content }} [/THINK] "
+    "{% endif %}{{ m.content }} [EOS] {% endfor %}{% if enable_thinking %}w20 {% endif %}{% if reasoning_effort %}w21 "
+    "{% endif %}{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+def test_reasoning_is_a_thinking_block():
+    tokenizer = tools_tokenizer(REASONING, THOUGHT, ["[THINK]", "[/THINK]"])
+    model = scripted(tokenizer, THOUGHT)
+    with application(model, tokenizer, ServerOptions(), "scripted") as app, listening(app) as url:
+        with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+            said = client.messages.create(**BASE)
+            with client.messages.stream(**BASE) as stream:
+                streamed = stream.get_final_message()
+            omitted = client.messages.create(**BASE, thinking={"type": "adaptive", "display": "omitted"})
+            turns = [QUESTION, {"role": "assistant", "content": said.content}, QUESTION]
+            bare = [QUESTION, {"role": "assistant", "content": said.content[1:]}, QUESTION]
+            more = ({}, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"output_config": {"effort": "max"}})
+            given = [{**more, "messages": [QUESTION]} for more in more] + [{"messages": turns}, {"messages": bare}]
+            counts = [client.messages.count_tokens(model="scripted", **body).input_tokens for body in given]
+    thinking, text = blocks(said)
+    assert (thinking["type"], thinking["thinking"], text["text"]) == ("thinking", "Hm. Sure.", "So:")
+    assert blocks(streamed) == [thinking, text] and streamed.usage.output_tokens_details.thinking_tokens == 4
+    assert blocks(omitted) == [{**thinking, "thinking": ""}, text]
+    assert counts[1] == counts[2] == counts[0] + 1 and counts[3] == counts[4] + 4
+
+
 def test_an_image_is_read_as_in_a_chat():
     reader = processor("llava")
     options = ServerOptions(limits=ServerLimits(max_tokens=16))

@@ -127,6 +127,17 @@ def test_rules_of_sampling_and_a_schema_of_the_answer():
     assert chat(user, max_tokens=100, stop_sequences=[]).max_tokens == 64
 
 
+def test_reasoning_is_asked_of_the_template():
+    def options(**more):
+        request = chat({"role": "user", "content": "q"}, **more)
+        return request.chat_template_kwargs, request.reasoning_effort
+
+    for kind, reasons in {"enabled": True, "disabled": False}.items():
+        asked = {"enable_thinking": reasons, "thinking": reasons}
+        assert options(thinking={"type": kind}, output_config={"effort": "low"}) == (asked, "low")
+    assert options(thinking={"type": "adaptive"}, output_config={"effort": "max"}) == (None, "xhigh")
+
+
 class Pieces(AnswerParser):
     """Pieces by their numbers, which are the answer's text."""
 

@@ -196,6 +196,8 @@ def _usage(summary: Summary | None) -> dict[str, Any]:
     if summary is None:
         return _counts(0, 0, 0)
     counts = _counts(summary.prompt_tokens, summary.cached_tokens, summary.new_tokens)
+    if summary.reasoning_tokens is not None:
+        counts["output_tokens_details"] = {"thinking_tokens": summary.reasoning_tokens}
     return {**counts, **{name: kv for name, kv in usage([summary]).items() if name == "kv"}}
 
 

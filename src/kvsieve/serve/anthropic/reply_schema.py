@@ -55,6 +55,12 @@ class ToolUseBlock(Strict):
     input: dict[str, Any]
 
 
+class MessageTokensDetails(Strict):
+    """Tokens of an answer that are reasoning, marks included."""
+
+    thinking_tokens: int
+
+
 class MessageUsage(Strict):
     """Tokens of a request, and kept entries. input_tokens: those that were not found in the prefix cache."""
 
@@ -62,6 +68,7 @@ class MessageUsage(Strict):
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: MessageTokensDetails | None = None
     kv: KVUsage | None = None
 
 

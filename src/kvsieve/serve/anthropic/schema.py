@@ -153,9 +153,10 @@ class MessageToolChoice(Strict):
 
 
 class Thinking(Strict):
-    """Reasoning before the answer, if the chat template has that choice.
+    """Reasoning before the answer, by the chat template's variables `enable_thinking` and `thinking`.
 
     Attributes:
+        type: "adaptive" leaves the choice to the template.
         budget_tokens: has no effect.
         display: "omitted" leaves the text out of thinking blocks.
     """
@@ -173,7 +174,7 @@ class OutputFormat(Strict):
 
 
 class OutputConfig(Strict):
-    """Form of the answer. effort: has no effect."""
+    """Form of the answer. effort: has an effect if the chat template uses `reasoning_effort`."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None

@@ -23,6 +23,8 @@ from kvsieve.serve.schema import ChatRequest
 ID_PREFIX = "toolu_"
 # Begin of a block before the system prompt that some agents change with each request, so that no prefix is found.
 _BILLING = "x-anthropic-billing-header:"
+# Values of the variables by which chat templates turn reasoning on and off.
+_REASONS = {"enabled": True, "disabled": False}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Kinds of blocks in the messages of each role.
 _TAKEN = {
@@ -51,6 +53,7 @@ def chat_request(body: CountTokensRequest, most: int) -> ChatRequest:
         members["tool_choice"] = _choice(body.tool_choice)
         if body.tool_choice.disable_parallel_tool_use:
             members["parallel_tool_calls"] = False
+    members |= _reasoning(body)
     form = body.output_format if body.output_config is None else body.output_config.format or body.output_format
     if form is not None:
         members["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
@@ -64,6 +67,18 @@ def chat_request(body: CountTokensRequest, most: int) -> ChatRequest:
             "kv": body.kv,
         }
     return ChatRequest.model_validate(members)
+
+
+def _reasoning(body: CountTokensRequest) -> dict[str, Any]:
+    """Return the members of a chat request by which templates turn reasoning on and off, and say how much of it."""
+    members: dict[str, Any] = {}
+    if body.thinking is not None and body.thinking.type in _REASONS:
+        reasons = _REASONS[body.thinking.type]
+        members["chat_template_kwargs"] = {"enable_thinking": reasons, "thinking": reasons}
+    if body.output_config is not None and body.output_config.effort is not None:
+        effort = body.output_config.effort
+        members["reasoning_effort"] = "xhigh" if effort == "max" else effort
+    return members
 
 
 def in_own_names(error: InputError | UnsupportedOptionError) -> Exception:
