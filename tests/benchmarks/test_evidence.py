@@ -41,6 +41,7 @@ WRITERS = {
     "sparse_prompts*.json": "answers/sparse_prompts.py",
     "store.json": "speed/store.py",
     "store_kills.json": "../tests/support/store_kills.py",
+    "tool_calls.json": "answers/tool_calls.py",
     "toys_*.json": "toys/train.py",
     "vllm.json": "speed/vllm_plugin.py",
     "vllm_gpu.json": "speed/vllm_plugin.py",
