@@ -192,11 +192,22 @@ def test_hooks_of_others_see_every_layer(passes):
     assert len(seen) == 4 and not any(torch.equal(seen[0], other) for other in seen[1:])
 
 
+def test_a_decoder_that_runs_fewer_layers_is_left_alone(passes):
+    model = build("llama")
+    with kvsieve.attach(model, kvsieve.plan("full"), decode="fused") as sieve:
+        cache = sieve.prefill(PROMPT)
+        for depth in (4, 4, 3):
+            model.config.num_hidden_layers = depth
+            sieve.feed(cache, PROMPT[:, :1], None, logits=1)
+        assert passes == [[91]]
+        assert [layer.store.size for layer in cache.layers] == [93, 93, 93, 92]
+
+
 def test_a_decoder_that_changes_what_passes_between_layers_is_left_alone():
     hidden = [torch.zeros(1, 1, 4) for _ in range(3)]
     angles = {"position_embeddings": (torch.zeros(1), torch.zeros(1))}
     session = SimpleNamespace(computed=None)
-    way = TokenLayers(torch.nn.ModuleList(), [None, None])
+    way = TokenLayers(torch.nn.ModuleList(), [None, None], None)
     way.note(session, 0, hidden[0], angles, hidden[1])
     way.note(session, 1, hidden[1] * 2, angles, hidden[2])
     assert not way.linked

@@ -32,15 +32,13 @@ class FusedLayers:
         harmless: numbers of hooks on layers that neither change nor look at single tokens of an answer.
     """
 
-    def __init__(
-        self, decoder: nn.Module, replaced: Mapping[nn.Module, Any], linears: Mapping[nn.Module, Product]
-    ) -> None:
+    def __init__(self, decoder: Any, replaced: Mapping[nn.Module, Any], linears: Mapping[nn.Module, Product]) -> None:
         self.harmless: set[int] = set()
         self._parts = dict(_suitable(decoder, replaced, linears))
         layers = layers_of(decoder)
         self._token: TokenLayers | None = None
         if layers is not None and self._parts and list(layers) == list(self._parts):
-            self._token = TokenLayers(layers, list(self._parts.values()))
+            self._token = TokenLayers(layers, list(self._parts.values()), decoder.config)
 
     @property
     def count(self) -> int:

@@ -35,6 +35,7 @@ from kvsieve.types import AttentionQueries
 
 # Arguments of a layer that a token's way through all of them knows.
 _KNOWN = frozenset(("attention_mask", "position_embeddings", "position_ids", "use_cache", *CACHE_NAMES))
+_DEPTH = "num_hidden_layers"
 # Tokens after which the table is asked again: where it has chosen another executor, and at most.
 _LATER = 64
 _MOST = 4096
@@ -65,16 +66,18 @@ class TokenLayers:
     Args:
         layers: all of the decoder's, in order.
         parts: of the layers.
+        config: of the decoder.
 
     Attributes:
         linked: True once the decoder was seen to give each layer the output of the one before.
     """
 
-    def __init__(self, layers: nn.ModuleList, parts: Sequence[LayerParts]) -> None:
+    def __init__(self, layers: nn.ModuleList, parts: Sequence[LayerParts], config: Any) -> None:
         self.linked = False
         self.count = len(parts)
         self._layers = layers
         self._parts = parts
+        self._config = config
         self._wiring: Wiring | None = None
         self._weights: Weights | None = None
         self._kernels: list[DecoderLayer] = []
@@ -87,6 +90,8 @@ class TokenLayers:
             *((self._layers._modules, name, layer) for name, layer in self._layers._modules.items()),
             *((layer.__dict__, "forward", layer.forward) for layer in self._layers),
             *(part.scaling for part in self._parts),
+            # A decoder may be told to run the first layers only.
+            (vars(self._config), _DEPTH, vars(self._config).get(_DEPTH)),
         ]
         hooks = [found for layer in self._layers for found in (layer._forward_hooks, layer._forward_pre_hooks)]
         facts += chain(*(wiring.facts for wiring in inside))
