@@ -273,6 +273,8 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "serve_against.json")
+    # Ends the servers as well.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     given = parser.parse_args()
     if given.model is None:
         load_demo()
