@@ -91,6 +91,15 @@ def test_a_reply_has_openais_members(url):
     assert usage["output_tokens_details"]["reasoning_tokens"] == 0
 
 
+def test_members_of_openais_own_services_have_no_effect(url):
+    plain = post(url, {"input": "w1 w2"}).json()
+    more = {"include": ["reasoning.encrypted_content"], "prompt_cache_key": "k", "service_tier": "auto", "user": "u"}
+    more |= {"truncation": "disabled", "background": False, "text": {"verbosity": "medium"}, "max_tool_calls": 3}
+    reply = post(url, {"input": "w1 w2", **more, "reasoning": {"summary": "auto"}, "conversation": None}).json()
+    assert reply["output"][0]["content"] == plain["output"][0]["content"] and reply["prompt_cache_key"] == "k"
+    assert reply["usage"]["input_tokens"] == plain["usage"]["input_tokens"]
+
+
 def test_a_stream_has_openais_events_and_is_the_whole_reply(url):
     events = events_of(url, {"input": "w1 w2", "tools": [ADD]})
     begins = ["created", "in_progress", "output_item.added", "content_part.added"]
