@@ -289,6 +289,8 @@ def test_errors_are_the_clients_classes(server, client, url, monkeypatch):
     assert missing.value.body["error"]["type"] == "not_found_error"
     with pytest.raises(anthropic.BadRequestError, match="seed"):
         client.messages.create(**BASE, extra_body={"seed": 1})
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long: the prompt has 6[0-9]{2} tokens"):
+        client.messages.create(**{**BASE, "messages": [{"role": "user", "content": "w1 " * 600}]})
     with pytest.raises(anthropic.APIStatusError) as large:
         client.messages.create(**{**BASE, "messages": [{"role": "user", "content": "w1 " * 20_000}]})
     assert large.value.status_code == 413 and large.value.body["error"]["type"] == "request_too_large"

@@ -66,7 +66,9 @@ class Failure(Exception):
         """Return the error in the form of a path's protocol: Anthropic's below /v1/messages, else OpenAI's."""
         if path != ANTHROPIC and not path.startswith(f"{ANTHROPIC}/"):
             return self.body
-        error = {"type": _ANTHROPIC_TYPES.get(self.status, "api_error"), "message": str(self)}
+        # Agents that find these words shorten their conversation.
+        words = "prompt is too long: " if self.code == "context_length_exceeded" else ""
+        error = {"type": _ANTHROPIC_TYPES.get(self.status, "api_error"), "message": f"{words}{self}"}
         details = {} if self.code is None else {"details": {"error_code": self.code}}
         return {"type": "error", "error": {**error, **details}}
 
