@@ -10,7 +10,7 @@ from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.run import ServerOptions, application
 from served_apps import listening
 from tiny_models import build
-from toy_chats import chat_tokenizer
+from toy_bytes import byte_chats
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def server():
 
     limits = ServerLimits(max_tokens=16, kv_bytes=1 << 30)
     options = ServerOptions(codecs=True, others=("snapkv:window=4",), limits=limits, store_memory="16MiB")
-    with application(build("llama"), chat_tokenizer(), options, "tiny") as app, listening(app) as url:
+    with application(build("llama", vocab_size=288), byte_chats(), options, "tiny") as app, listening(app) as url:
         yield Here(int(url.rpartition(":")[2]))
 
 

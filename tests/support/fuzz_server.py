@@ -41,12 +41,12 @@ torch.set_num_threads(1)
 from tiny_models import build
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.run import ServerOptions, serve
-from toy_chats import chat_tokenizer
+from toy_bytes import byte_chats
 options = ServerOptions(
     port=0, codecs=True, others=("snapkv:window=4", "streamingllm"), store_memory="16MiB",
     limits=ServerLimits(max_tokens=16, seconds=30, kv_bytes=1 << 30),
 )
-serve(build("llama"), chat_tokenizer(), options, "tiny", lambda text: print(text, flush=True))
+serve(build("llama", vocab_size=288), byte_chats(), options, "tiny", lambda text: print(text, flush=True))
 """
 SUPPORT = str(Path(__file__).parent)
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
@@ -83,7 +83,13 @@ VALID: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     (CHAT, {"messages": [{"role": "user", "content": "w1 w2"}], "kv": {"session": "s", "codec": "kivi:bits=4"}}),
-    (CHAT, {"messages": [{"role": "user", "content": "w1 " * 40}], "kv": {"protect": [0], "question": True}}),
+    (
+        CHAT,
+        {
+            "messages": [{"role": "system", "content": "w1 " * 40}, {"role": "user", "content": "w2"}],
+            "kv": {"protect": [0], "question": True},
+        },
+    ),
     (CHAT, {"messages": [{"role": "user", "content": "w1"}], "response_format": FORM}),
     (TOKENIZE, {"prompt": "w1 w2 w3", "add_special_tokens": False, "count_only": True}),
     (RESPONSES, {"input": "w1 w2", "instructions": "w3", "stream": True, "metadata": {"a": "b"}}),
