@@ -1,4 +1,4 @@
-"""`kvsieve serve`: an OpenAI-compatible server on this machine."""
+"""`kvsieve serve`: a server for OpenAI's and Anthropic's clients on this machine."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def serve_command(
         option(LIMITS, "Seconds after SIGTERM in which the port stays open and /health answers 503"),
     ] = 0.0,
 ) -> None:
-    """OpenAI-compatible server with continuous batching, a persistent prefix cache and a web page."""
+    """Server for OpenAI's and Anthropic's clients: continuous batching, a persistent prefix cache, a web page."""
     _check_packages()
     check_loading(dtype, device, decode)
     check_least(1, running=running, queue=queue, chunk=chunk, max_tokens=max_tokens)

@@ -1,1 +1,1 @@
-"""OpenAI-compatible server for one machine; docs/serving.md."""
+"""Server for one machine in the protocols of OpenAI and Anthropic; docs/serving.md."""
