@@ -1,4 +1,4 @@
-"""What endpoints share: their dependencies, bodies of requests, and replies, complete or streamed."""
+"""Dependencies of endpoints, bodies of requests, and replies, complete or streamed."""
 
 from __future__ import annotations
 
