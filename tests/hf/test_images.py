@@ -215,3 +215,20 @@ def test_an_answer_may_hold_the_token_of_an_image():
         sieve.feed(cache, token, None)
         sieve.feed(cache, torch.cat([token, token], 1), None, PassRequest(tentative=True)).transaction.accept([2])
         assert cache.num_seen == 40
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])
+def test_text_in_chunks_after_another_prompts_image(name):
+    """transformers leaves the image's shift of positions on the model."""
+    model = build(name, dtype=torch.float64)
+    ids, image = prompt_with_image(model, name)
+    text = torch.randint(2, IMAGE - 1, (1, 40), generator=torch.Generator().manual_seed(2))
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        before = sieve.generate(text, chunk=16, **GENERATE).output
+        sieve.generate(ids, **image, **GENERATE)
+        assert worst(sieve.generate(text, chunk=16, **GENERATE).output, before) < 1e-9
+        sieve.generate(ids, **image, **GENERATE)
+        cache = sieve.prefill(text[:, :30])
+        assert worst(model.generate(text, past_key_values=cache, **GENERATE), before) < (
+            5e-4 if name == "qwen3_5" else 1e-6
+        )

@@ -94,6 +94,13 @@ def layers_of(decoder: Any) -> Any | None:
     return None
 
 
+def forget_positions(model: Any) -> None:
+    """Let a model forget the shift of positions by its last prompt's images, which it adds to those of any cache."""
+    for part in model.modules():
+        if "rope_deltas" in vars(part):
+            part.rope_deltas = None
+
+
 def cache_argument(decoder: Any) -> str:
     """The name under which a decoder takes its cache, one of CACHE_NAMES."""
     names = inspect.signature(type(decoder).forward).parameters
@@ -271,6 +278,7 @@ __all__ = [
     "check_version",
     "decoder_of",
     "device_mesh",
+    "forget_positions",
     "generate_arguments",
     "is_compiled",
     "is_plain_mask",

@@ -21,7 +21,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from kvsieve.errors import KvsieveError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.failures import undone_on_failure
-from kvsieve.hf.compat import CACHE, CACHE_NAMES
+from kvsieve.hf.compat import CACHE, CACHE_NAMES, forget_positions
 from kvsieve.hf.drafts.opened import check_draft
 from kvsieve.hf.forward.own_generate import noting_caches
 from kvsieve.hf.forward.resume import Resume, resuming
@@ -192,6 +192,7 @@ def _decode(
         options["logits_processor"] = [*(options.get("logits_processor") or []), asked.grammar]
     if answer is not None:
         criteria, options = answer.joined(criteria, options, config)
+    _count_on(model, cache)
     try:
         output = own_generate(
             ids,
@@ -208,6 +209,12 @@ def _decode(
         # It did not come to a pass of the model: its arguments are at fault.
         raise refusal(options, error) from error
     return output if original is None else original.output(output)
+
+
+def _count_on(model: AttachedModel, cache: SieveCache | None) -> None:
+    """Let positions of text after a cache count on: transformers would shift them by the last image it has read."""
+    if model.is_composite and cache is not None and cache.num_seen and not cache.conversation.multi_axis_positions:
+        forget_positions(model.model)
 
 
 def _resume(model: AttachedModel, prompt: Tensor, cache: SieveCache, reading: ReadOptions) -> Resume:
@@ -265,6 +272,7 @@ def with_stats(
         with noting_caches() as caches, undone_on_failure(cache):
             began = time.perf_counter()
             options, ids = begin_plain_turn(model, cache, options, config)
+            _count_on(model, cache)
             criteria = [*(own_criteria or []), clock]
             if draft is not None:
                 check_drafted(config, options)
