@@ -345,7 +345,7 @@ def test_replies_and_keys_are_in_the_schema(url):
     route = schema["paths"]["/v1/messages"]["post"]
     assert route["responses"]["400"]["content"]["application/json"]["schema"]["$ref"].endswith("/MessageErrorReply")
     assert {name for way in route["security"] for name in way} == {"HTTPBearer", "APIKeyHeader"}
-    assert {"MessagesRequest", "CountTokensRequest", "Block"} <= set(schema["components"]["schemas"])
+    assert {"MessagesRequest", "CountTokensRequest", "ContentBlock"} <= set(schema["components"]["schemas"])
 
 
 def test_a_client_that_goes_away_frees_its_work():

@@ -42,7 +42,7 @@ _MOST = 4096
 
 
 @dataclass(eq=False)
-class _Choice:
+class _TokenChoice:
     """The table's choice for some tokens of a turn.
 
     Attributes:
@@ -81,7 +81,7 @@ class TokenLayers:
         self._wiring: Wiring | None = None
         self._weights: Weights | None = None
         self._kernels: list[DecoderLayer] = []
-        self._choices: weakref.WeakKeyDictionary[SieveCache, _Choice] = weakref.WeakKeyDictionary()
+        self._choices: weakref.WeakKeyDictionary[SieveCache, _TokenChoice] = weakref.WeakKeyDictionary()
 
     def install(self, harmless: set[int]) -> None:
         """Note how modules are wired, with the layers' forwards in place. harmless: see `Wiring`."""
@@ -179,11 +179,11 @@ class TokenLayers:
             known = self._choices[session.cache] = self._asked(session, hidden, threads)
         return known.entries
 
-    def _asked(self, session: Session, hidden: Tensor, threads: int) -> _Choice:
+    def _asked(self, session: Session, hidden: Tensor, threads: int) -> _TokenChoice:
         """Ask the table about the next tokens."""
         start = session.step.start
         layers = session.cache.sieve_layers
-        refused = _Choice(session.reads, threads, start, start + _LATER, None)
+        refused = _TokenChoice(session.reads, threads, start, start + _LATER, None)
         if len(layers) != self.count or any(layer.is_latent or layer.has_state for layer in layers.values()):
             return refused
         tokens = _MOST
@@ -202,9 +202,9 @@ class TokenLayers:
             unread = LANES if store.is_ragged else 1
             tokens = min(tokens, (next_border(slots) - unread - slots) // store.stride)
         if tokens <= 0:
-            return _Choice(session.reads, threads, start, start + 1, None)
+            return _TokenChoice(session.reads, threads, start, start + 1, None)
         entries = TokenEntries(self._kernels, scales, len(hidden), hidden.dtype, LANES)
-        return _Choice(session.reads, threads, start, start + tokens, entries)
+        return _TokenChoice(session.reads, threads, start, start + tokens, entries)
 
 
 def _rows_of(session: Session, cache: Any) -> Sequence[Session]:

@@ -18,7 +18,7 @@ _VERSION = operator.attrgetter("_version")
 _COPY = operator.attrgetter("copy")
 
 
-class Facts:
+class SameObjects:
     """Objects that dictionaries have under given names."""
 
     def __init__(self, facts: Iterable[Fact]) -> None:
@@ -32,7 +32,7 @@ class Facts:
         return all(map(operator.is_, map(dict.get, self._dicts, self._names), self._objects))
 
 
-class Wiring(Facts):
+class Wiring(SameObjects):
     """Modules' parts and forwards, and hooks on them.
 
     Args:
@@ -51,7 +51,7 @@ class Wiring(Facts):
         return super().hold() and (not any(self.hooks) or all(map(self._harmless.issuperset, self.hooks)))
 
 
-class Weights(Facts):
+class Weights(SameObjects):
     """Weights that a kernel reads at known addresses.
 
     Args:

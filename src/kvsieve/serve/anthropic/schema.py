@@ -43,7 +43,7 @@ def _source(value: Any) -> Any:
     return {"type": "url", "url": value} if isinstance(value, str) else value
 
 
-class Block(Strict):
+class ContentBlock(Strict):
     """A block of a message's content.
 
     Attributes:
@@ -101,10 +101,10 @@ def _blocks(content: Any) -> Any:
 
 
 Blocks = Annotated[
-    list[Block], Field(fail_fast=True), BeforeValidator(_blocks, json_schema_input_type=str | list[Block])
+    list[ContentBlock], Field(fail_fast=True), BeforeValidator(_blocks, json_schema_input_type=str | list[ContentBlock])
 ]
 Source.model_rebuild()
-Block.model_rebuild()
+ContentBlock.model_rebuild()
 
 
 class InputMessage(Strict):

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvsieve.errors import InputError, UnsupportedOptionError
 from kvsieve.serve.anthropic.schema import (
-    Block,
+    ContentBlock,
     CountTokensRequest,
     InputMessage,
     MessagesRequest,
@@ -121,7 +121,7 @@ def _add(out: list[dict[str, Any]], message: InputMessage, place: str) -> None:
             out[-1]["content"] += _parts(block, place)
 
 
-def _add_answer(answer: dict[str, Any], block: Block) -> None:
+def _add_answer(answer: dict[str, Any], block: ContentBlock) -> None:
     if block.type == "text":
         answer["content"].append(_text(block.text))
     elif block.type == "thinking":
@@ -132,13 +132,13 @@ def _add_answer(answer: dict[str, Any], block: Block) -> None:
         answer.setdefault("tool_calls", []).append(call)
 
 
-def _result(block: Block, place: str) -> list[dict[str, Any]]:
+def _result(block: ContentBlock, place: str) -> list[dict[str, Any]]:
     """Return the parts of a tool's result; an error is marked by a word before it."""
     parts = [part for inner in block.content or () for part in _parts(inner, place)]
     return [_text("Error:"), *parts] if block.is_error else parts
 
 
-def _parts(block: Block, place: str) -> list[dict[str, Any]]:
+def _parts(block: ContentBlock, place: str) -> list[dict[str, Any]]:
     """Return a block of a user or of a tool's result as parts of a chat's message."""
     if isinstance(block.citations, dict) and block.citations.get("enabled"):
         raise InputError(f"{place}: answers have no citations here; leave citations out")
@@ -175,7 +175,7 @@ def _document(source: Source, place: str) -> list[str | None]:
     )
 
 
-def _texts(blocks: Iterable[Block] | None, place: str) -> list[str | None]:
+def _texts(blocks: Iterable[ContentBlock] | None, place: str) -> list[str | None]:
     blocks = list(blocks or ())
     for block in blocks:
         if block.type != "text":

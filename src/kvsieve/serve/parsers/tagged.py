@@ -92,12 +92,16 @@ class TaggedCalls(CallForm):
         calls = []
         for tool in tools:
             head = f"{tags.marks[0]}{tags.line}{tags.name}{tool['function']['name']}{tags.name_end}\n"
-            parts = [rules.text(head), *self._parameters(rules, parameters_of(tool)), rules.text("\n".join(tags.ends))]
+            parts = [
+                rules.text(head),
+                *self._arguments_rules(rules, parameters_of(tool)),
+                rules.text("\n".join(tags.ends)),
+            ]
             calls.append(rules.rule(" ".join(parts)))
         call = rules.any_of(calls)
         return f"{call} ({quoted(chr(10))} {call})*" if several else call
 
-    def _parameters(self, rules: Rules, schema: Mapping[str, Any]) -> list[str]:
+    def _arguments_rules(self, rules: Rules, schema: Mapping[str, Any]) -> list[str]:
         """Return the expressions of the parameters that a schema names, in its order."""
         tags = self.tags
         out = []
