@@ -1,7 +1,7 @@
 """A process that compiles grammars first: one that takes endless time, memory or stack ends this process alone.
 
 It reads JSON, a line at a time: first the control tokens of the server's tokenizer by id, then the texts of grammars.
-It answers each text with an error, or an empty text.
+It answers each with an error, or an empty text.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     own = _Bytes({int(token): name for token, name in json.loads(sys.stdin.readline()).items()})
     tokenizer = package.LLTokenizer(package.TokenizerWrapper(own))
+    print(json.dumps(""), flush=True)
     for line in sys.stdin:
         print(json.dumps(trial(json.loads(line), tokenizer, own.known)), flush=True)
 

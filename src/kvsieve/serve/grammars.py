@@ -16,8 +16,10 @@ from kvsieve.planning.grammars import Grammar, library
 from kvsieve.serve.schema import ChatRequest, CommonRequest, ResponseFormat
 from kvsieve.serve.ticket import BusyError
 
-# Seconds that a grammar may take, its process started; and that a request waits while those of others are compiled.
+# Seconds that a grammar may take, that its process may take to start, and that a request waits while grammars of others
+# are compiled.
 _SECONDS = 5
+_START = 60
 _PATIENCE = 30
 
 
@@ -83,15 +85,7 @@ class Grammars:
     def _try(self, text: str) -> None:
         """Raise InputError if the process cannot compile a grammar."""
         trial = self._trial = self._trial or self._started()
-        assert trial.stdin is not None and trial.stdout is not None
-        reply = ""
-        try:
-            trial.stdin.write(f"{json.dumps(text)}\n")
-            trial.stdin.flush()
-            if select.select([trial.stdout], [], [], _SECONDS)[0]:
-                reply = trial.stdout.readline()
-        except OSError:  # it has ended
-            pass
+        reply = _reply(trial, text, _SECONDS)
         if not reply:
             self.close()
             raise InputError(
@@ -106,9 +100,22 @@ class Grammars:
         trial = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
-        assert trial.stdin is not None
-        trial.stdin.write(f"{json.dumps({token: word.content for token, word in words})}\n")
+        if not _reply(trial, {token: word.content for token, word in words}, _START):
+            trial.kill()
+            trial.communicate()
+            raise InputError(f"grammars cannot be compiled here: the process for them does not start in {_START} s")
         return trial
+
+
+def _reply(trial: subprocess.Popen[str], message: Any, seconds: float) -> str:
+    """Return the line that a process answers a message with, "" if it does not in time, or has ended."""
+    assert trial.stdin is not None and trial.stdout is not None
+    try:
+        trial.stdin.write(f"{json.dumps(message)}\n")
+        trial.stdin.flush()
+        return trial.stdout.readline() if select.select([trial.stdout], [], [], seconds)[0] else ""
+    except OSError:
+        return ""
 
 
 def _of_format(form: ResponseFormat) -> Grammar:
