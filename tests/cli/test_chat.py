@@ -263,7 +263,7 @@ def test_the_library_replaces_only_what_it_saved(model_dir, tmp_path):
 
 def test_orders_to_a_terminal_are_written_out(talk, model_dir, monkeypatch, tmp_path):
     word, real = "\x1b[2J\u202e\x9b1m", kvsieve.detokenize.text_of
-    monkeypatch.setattr(kvsieve.detokenize, "text_of", lambda tokenizer, ids: real(tokenizer, ids).replace("w", word))
+    monkeypatch.setattr(kvsieve.detokenize, "text_of", lambda *given: real(*given).replace("w", word))
     _, out, err = talk("w1\n")
     assert "\\x1b[2J\\u202e\\x9b1m" in out and not set("\x1b\x9b\u202e") & set(out + err)
     data = json.loads(talk("w1\n", "--json")[1])

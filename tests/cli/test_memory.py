@@ -184,7 +184,7 @@ def served(cli, monkeypatch, *arguments):
     from kvsieve.serve import run
 
     found = []
-    monkeypatch.setattr(run, "serve", lambda model, tokenizer, options, name, say: found.append(options))
+    monkeypatch.setattr(run, "serve", lambda model, tokenizer, options, *rest: found.append(options))
     code, _, err = cli("serve", *arguments, "--dtype", "bfloat16")
     return (found[0] if code == 0 else None), err
 
