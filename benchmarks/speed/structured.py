@@ -1,6 +1,6 @@
 """Answers by JSON schemas: how many match, what a token takes with and without the schema, and compilers compared.
 
-    python benchmarks/speed/structured.py MODEL ... [--schemas 100] [--new-tokens 768] [--seed 0] [--out FILE]
+    python benchmarks/speed/structured.py MODEL ... [--calls] [--schemas 100] [--new-tokens 768] [--seed 0] [--out FILE]
     python benchmarks/speed/structured.py MODEL --compare [--schemas 100] [--rounds 3] [--out FILE]
 
 The schemas are those of json_schemas.py: nested objects, enumerations, arrays, formats, bounded numbers, alternatives
@@ -9,11 +9,14 @@ package jsonschema accepts it. Then the same prompt is answered without the gram
 runs first alternates. Times are medians over the tokens of an answer, ratios are taken schema by schema. Matcher times
 are those of restricting and taking each token, without the model.
 
+With --calls the model is forced to call a tool with such an object as its arguments, in the form of its chat template,
+as the server does it for a named `tool_choice`.
+
 With --compare nothing is generated: llguidance, as kvsieve uses it, and xgrammar compile the same schemas for the
 model's tokenizer, and compute the mask before each token of a value that matches (an interpreter that has both, such
 as a venv with `pip install xgrammar` beside kvsieve). Each schema is compiled without a cache.
 
-Both parts are kept in one result, `benchmarks/results/structured.json`, by the model's name.
+All parts are kept in one result, `benchmarks/results/structured.json`, by the model's name.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +40,10 @@ import kvsieve
 from benchmarks.speed.json_schemas import Sample, samples
 from kvsieve.hf.generate.grammar import compiled
 from kvsieve.models import load_tokenizer
-from kvsieve.planning.turns import prompt_ids, stop_ids
+from kvsieve.planning.turns import prompt_ids, render, stop_ids, token_ids
 from kvsieve.report.environment import environment, write_result
+from kvsieve.serve.parsers.found import forms_of
+from kvsieve.serve.pieces import WholeAnswer
 
 RESULTS = Path(__file__).parents[1] / "results" / "structured.json"
 VALIDATOR = jsonschema.Draft202012Validator
@@ -84,18 +90,52 @@ def matching_times(grammar: kvsieve.Grammar, tokenizer: Any, tokens: list[int], 
     return found
 
 
-def answered(sieve: Any, tokenizer: Any, sample: Sample, number: int, most: int) -> dict[str, Any]:
-    """Answer one prompt with and without its schema, and return what came of it."""
+@dataclass(frozen=True)
+class Task:
+    """A prompt int64 [1, N], the grammar of its answer, and a function from an answer to its fault."""
+
+    ids: torch.Tensor
+    grammar: kvsieve.Grammar
+    fault: Callable[[str], str | None]
+
+
+def json_task(tokenizer: Any, sample: Sample) -> Task:
+    """Return the task to answer with JSON that matches a schema."""
     ids = torch.tensor([prompt_ids(tokenizer, question(sample))])
+    return Task(ids, kvsieve.Grammar.json_schema(sample.schema), lambda text: fault(text, sample.schema))
+
+
+def call_task(tokenizer: Any, sample: Sample) -> Task:
+    """Return the task to call a tool whose parameters match a schema."""
+    function = {"name": "record", "description": f"Record one {sample.topic}.", "parameters": sample.schema}
+    tool = {"type": "function", "function": function}
+    prompt = render(tokenizer, [{"role": "user", "content": f"Record an invented {sample.topic}."}], tools=[tool])
+    form = forms_of(tokenizer).answer(prompt, [tool], single=True, named=True)
+    added = {word.content: token for token, word in tokenizer.added_tokens_decoder.items()}
+
+    def wrong(text: str) -> str | None:
+        answer = WholeAnswer(form.parser().add(text, last=True))
+        if answer.text.strip() or [call.name for call in answer.calls] != ["record"]:
+            return f"not one call: {text[:100]!r}"
+        return fault(answer.calls[0].arguments, sample.schema)
+
+    grammar = kvsieve.Grammar.lark(form.forced_calls(added, [tool]))
+    return Task(torch.tensor([token_ids(tokenizer, prompt)]), grammar, wrong)
+
+
+def answered(sieve: Any, tokenizer: Any, sample: Sample, number: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Answer one prompt with and without its grammar, and return what came of it."""
+    task = (call_task if arguments.calls else json_task)(tokenizer, sample)
+    ids = task.ids
+    grammar = task.grammar
     ends = sorted(stop_ids(tokenizer, sieve.model.generation_config.eos_token_id))
     greedy = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id or 0, "repetition_penalty": 1.0}
-    grammar = kvsieve.Grammar.json_schema(sample.schema)
     began = time.perf_counter()
     compiled(grammar, tokenizer)
     compile_s = time.perf_counter() - began
 
     def restricted() -> Any:
-        return sieve.generate(ids, grammar=grammar, max_new_tokens=most, eos_token_id=ends, **greedy)
+        return sieve.generate(ids, grammar=grammar, max_new_tokens=arguments.new_tokens, eos_token_id=ends, **greedy)
 
     def free(count: int) -> Any:
         return sieve.generate(ids, max_new_tokens=count, eos_token_id=None, **greedy)
@@ -108,7 +148,7 @@ def answered(sieve: Any, tokenizer: Any, sample: Sample, number: int, most: int)
         result = restricted()
     tokens = result.sequences[0, ids.shape[1] :].tolist()
     ended = tokens[-1] in ends
-    why = fault(result.text, sample.schema) if ended else f"not ended after {count} tokens"
+    why = task.fault(result.text) if ended else f"not ended after {count} tokens"
     mask = matching_times(grammar, tokenizer, tokens, sieve.model.get_output_embeddings().weight.shape[0])
     medians = [statistics.median(one.token_s) for one in (result, plain)] if count > 1 else [1.0, 1.0]
     return {
@@ -133,7 +173,7 @@ def measured(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     rows = []
     with kvsieve.attach(model, kvsieve.plan("full"), tokenizer=tokenizer) as sieve:
         for number, sample in enumerate(samples(arguments.schemas, arguments.seed)):
-            rows.append(answered(sieve, tokenizer, sample, number, arguments.new_tokens))
+            rows.append(answered(sieve, tokenizer, sample, number, arguments))
             print(f"{name}, schema {number}: {rows[-1]}", flush=True)
     summary = {
         "valid": sum(row["fault"] is None for row in rows) / len(rows),
@@ -241,6 +281,7 @@ def _time(
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("models", nargs="+", help="checkpoints' directories")
+    parser.add_argument("--calls", action="store_true", help="force tool calls instead")
     parser.add_argument("--compare", action="store_true", help="compare the libraries instead")
     parser.add_argument("--schemas", type=int, default=100)
     parser.add_argument("--new-tokens", type=int, default=768, help="most tokens of an answer (default: 768)")
@@ -250,7 +291,7 @@ def main() -> None:
     arguments = parser.parse_args()
     report: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     for name in arguments.models:
-        part = "compared" if arguments.compare else "answers"
+        part = "compared" if arguments.compare else "calls" if arguments.calls else "answers"
         report.setdefault(part, {})[Path(name).name] = (compared if arguments.compare else measured)(name, arguments)
         write_result(arguments.out, report)
 

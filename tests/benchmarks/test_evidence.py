@@ -38,6 +38,8 @@ WRITERS = {
     "qwen2.5-coder-*": "kvsieve eval",
     "reading/*.json": "speed/reading_cost.py",
     "serve*.json": "speed/serve.py",
+    "serve_clients.json": "speed/serve_against.py",
+    "structured.json": "speed/structured.py",
     "sparse_prompts*.json": "answers/sparse_prompts.py",
     "store.json": "speed/store.py",
     "store_kills.json": "../tests/support/store_kills.py",
