@@ -290,7 +290,7 @@ class Preparer:
             sampling=self._sampling(request, logprobs),
             answers=answers,
             stops=(*stops, *self._stop_texts),
-            # Texts of answers have no control tokens.
+            # Texts of answers have no control tokens but those of the form.
             stop_ids=self._stops.union(self._controls[stop] for stop in stops if stop in self._controls),
             owner=owner,
             session=None if kv is None else kv.session,
