@@ -240,6 +240,7 @@ class LayerContext:
         ranks: the processes with the other heads, if Hq and H are not all there are; see roles.Traits.heads.
         softcap: as in AttentionQueries, needed to compute weights; None for no cap.
         sinks: [Hq], as `softcap`.
+        log_weight: float32 [B, H, N], logarithms of the entries' weights, see `Selection`; None: all weigh 1.
     """
 
     layer_idx: int
@@ -265,6 +266,7 @@ class LayerContext:
     ranks: Ranks = ALONE
     softcap: float | None = None
     sinks: Tensor | None = None
+    log_weight: Tensor | None = None
 
     def asks(self, query: Tensor) -> AttentionQueries:
         """Return queries [B, Hq, T, D] with all that this layer makes weights by."""
@@ -280,11 +282,24 @@ class Selection:
             the left, like left padding.
         lengths: real entries of each row (of its fullest head), at the right end; None if all K are real in every row.
         head_lengths: real entries of each row and head, if heads keep different numbers; they are then stored ragged.
+        keys: [B, H, K, D], post-RoPE, written in place of the stored keys; None: they stay. For evictors with the trait
+            `writes`, as `values` and `log_weight`.
+        values: [B, H, K, Dv], as `keys`.
+        log_weight: float32 [B, H, K], added to an entry's logit in every later attention: an entry of weight w counts
+            as w entries. None: the stored weights stay.
     """
 
     indices: Tensor
     lengths: tuple[int, ...] | None = None
     head_lengths: tuple[tuple[int, ...], ...] | None = None
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    log_weight: Tensor | None = None
+
+    @property
+    def writes(self) -> bool:
+        """True if it carries keys, values or weights."""
+        return any(part is not None for part in (self.keys, self.values, self.log_weight))
 
     def real(self) -> Tensor | None:
         """Mask of the real entries: bool [B, K], or [B, H, K] for a ragged selection; None without filler."""

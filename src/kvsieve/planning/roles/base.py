@@ -37,6 +37,7 @@ class Traits:
             `Evictor.rhythm`, so that an engine can free blocks. It chooses only by the queries of its `window`, keys
             and values. Not inherited.
         remembers: an evictor with `fixed_counts` that continues from its last ``ctx.state``.
+        writes: an evictor whose selections may carry keys, values or weights of entries (types.Selection).
     """
 
     needs: tuple[str, ...] = ()
@@ -49,6 +50,7 @@ class Traits:
     query_aware: bool | None = None
     fixed_counts: bool = False
     remembers: bool = False
+    writes: bool = False
 
 
 # Traits that a subclass does not inherit.

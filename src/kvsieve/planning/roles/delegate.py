@@ -46,6 +46,7 @@ class DelegatingEvictor(Evictor):
             ragged=own.ragged or base.ragged,
             is_view=own.is_view or base.is_view,
             recuts=own.recuts or base.recuts,
+            writes=own.writes or base.writes,
             takes_quotas=base.takes_quotas,
             query_aware=None if None in aware else True in aware,
         )
