@@ -7,6 +7,8 @@ import torch
 
 import kvsieve
 from attend import asking
+from kvsieve.attention import AttentionRequest, ChosenBlocks, DenseEntries, attend, explain
+from kvsieve.attention.reference import reference_attention
 from kvsieve.core.blocks import BlockGrid, BlockLines, PromptContext
 from kvsieve.errors import PlanError
 from kvsieve.methods import AShape
@@ -16,6 +18,8 @@ BLOCKS = {"block": 8, "queries": 16, "least": 32, "full": 0}
 # What makes a method choose everything.
 ALL = {
     "a-shape": {"local": 4096},
+    "compactattention": {"full": 4096},
+    "critiprefill": {"budget": 4096},
     "flashprefill": {"full": 4096},
     "flexprefill": {"gamma": 1.0},
     "minference": {"vertical": 1.0},
@@ -23,7 +27,11 @@ ALL = {
 }
 
 
-OPTIONS = {"xattention": {"stride": 4}}
+OPTIONS = {
+    "xattention": {"stride": 4},
+    "critiprefill": {"budget": 40, "skip_layers": 0},
+    "compactattention": {"chunk": 32},
+}
 
 
 def role(name, **given):
@@ -92,6 +100,81 @@ def test_flashprefill_weighs_blocks_by_the_means_of_their_keys(new):
     assert torch.equal(chosen, (wanted >= 0.1 * wanted.amax(-1, keepdim=True)) & ~flash.always(ctx))
 
 
+@pytest.mark.parametrize("new", [200, 77])
+def test_critiprefill_ranks_blocks_by_bounds_of_queries_and_keys(new):
+    ctx = context(new=new)
+    grid = ctx.grid
+    method = role("critiprefill")
+    places = torch.arange(200) + grid.pad
+    rows = torch.arange(new) // grid.queries
+    wanted = torch.zeros(1, 2, grid.query_blocks, grid.key_blocks)
+    for head in range(2):
+        for segment in range(grid.query_blocks):
+            before = grid.first + segment * grid.own
+            scores = []
+            for block in range(before):
+                own = ctx.keys[0, head, places // grid.block == block]
+                means = []
+                for query_head in (2 * head, 2 * head + 1):
+                    asked = ctx.query[0, query_head, rows == segment]
+                    ends = asked.amax(0), asked.amin(0)
+                    by_bound = [
+                        sum(float(end @ bound) for end in ends) / 2 * ctx.scale for bound in (own.amax(0), own.amin(0))
+                    ]
+                    means.append(max(by_bound))
+                scores.append(sum(means) / 2)
+            wanted[0, head, segment, :before] = torch.tensor(scores).softmax(-1)
+    torch.testing.assert_close(method.weights(ctx), wanted, atol=1e-5, rtol=1e-4)
+    first = method.select(ctx)
+    best = wanted[0, 0, -1].topk(5).indices
+    assert set(first[0, 0, -1].nonzero().flatten().tolist()) == set(best.tolist())
+    # The next layer blends its weights with those of this one, by a quarter.
+    ctx.shared["critiprefill"] = 100 * torch.eye(grid.key_blocks)[:1].expand_as(wanted).clone()
+    chosen = method.select(ctx)
+    assert chosen[:, :, 1:, 0].all()
+    torch.testing.assert_close(
+        ctx.shared["critiprefill"][..., 1:], 0.75 * wanted[..., 1:], atol=1e-5, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("new", [200, 77])
+def test_a_compact_table_is_the_union_of_a_chunk_and_a_group(new):
+    ctx = context(new=new, strong=slice(40, 48))
+    grid = ctx.grid
+    method = role("compactattention", full=1)
+    chosen = method.base.select(ctx) & grid.visible(torch.device("cpu"))
+    found = method.select(ctx) & grid.visible(torch.device("cpu"))
+    for head in range(2):
+        for start in range(0, grid.query_blocks, 2):
+            rows = [row for row in (start, start + 1) if row < grid.query_blocks]
+            counted = [row for row in rows if row < grid.query_blocks - 1]
+            table = {
+                block
+                for row in counted
+                for query_head in (2 * head, 2 * head + 1)
+                for block in chosen[0, query_head, row].nonzero().flatten().tolist()
+            }
+            own = set(range(grid.first + start * grid.own, grid.key_blocks))
+            for row in rows:
+                seen = set(range(min(grid.first + (row + 1) * grid.own, grid.key_blocks)))
+                wanted = (table | own) & seen if row in counted else seen
+                assert set(found[0, head, row].nonzero().flatten().tolist()) == wanted
+
+
+@pytest.mark.parametrize("full", [0, 1])
+@pytest.mark.parametrize("new", [200, 77])
+def test_attention_over_a_table_equals_the_mask(new, full):
+    """The gathering executor, beside the reference; a last query block with everything has a run of its own."""
+    ctx = context(new=new, strong=slice(40, 48))
+    method = role("compactattention", full=full)
+    values = torch.randn(1, 2, 200, 16, generator=torch.Generator().manual_seed(3))
+    request = AttentionRequest(
+        ctx.asked, DenseEntries(ctx.keys, values), ChosenBlocks(method.select(ctx), ctx.grid, method.shared)
+    )
+    assert explain(request) == "dense, gathered"
+    torch.testing.assert_close(attend(request), reference_attention(request), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize(("new", "length", "window"), [(40, 40, 16), (24, 53, 24), (40, 61, 5)])
 def test_lines_are_those_of_the_last_queries(new, length, window):
     ctx = context(length=length, new=new)
@@ -134,6 +217,10 @@ def test_the_density_of_an_a_shape_is_known_beforehand(tokens):
         ("minference", {"slash": 1.5}, "at most 1"),
         ("flexprefill", {"gamma": 0.0}, "above 0"),
         ("flashprefill", {"alpha": -1.0}, "above 0"),
+        ("critiprefill", {"budget": 4}, "at least 8"),
+        ("critiprefill", {"fusion": 1.0}, "below 1"),
+        ("compactattention", {"chunk": 40}, "multiple of the 16 queries"),
+        ("compactattention", {"base": "snapkv"}, "block"),
     ],
 )
 def test_bad_parameters_are_refused(name, given, told):

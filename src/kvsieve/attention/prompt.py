@@ -5,6 +5,7 @@ The result equals attention under a mask of these blocks, to the precision of th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -192,10 +193,63 @@ def _batches(counts: list[int], rows: int, own: int) -> Iterator[tuple[int, int]
         first = last
 
 
-CHOSEN_BLOCKS = (
-    Executor(
-        "Triton", each_of(why_not_learned, _why_not_triton), lambda request: _by_lists(kernels.block_attention, request)
-    ),
-    Executor("C", each_of(why_not_learned, _why_not_c), lambda request: _by_lists(compiled.block_attention, request)),
-    Executor("products", lambda request: None, _products),
-)
+def _why_not_table(request: _Request) -> str | None:
+    if request.sees.shared < 2:
+        return "query blocks have sets of their own"
+    if request.sees.chosen.shape[1] != request.stored.keys.shape[1]:
+        return "query heads have sets of their own"
+    return None
+
+
+def _by_table(request: _Request, attend: Callable[..., Tensor]) -> Tensor:
+    """Attend densely to gathered blocks, for query blocks that share them."""
+    asked = request.asked
+    grid = request.sees.grid
+    keys = request.stored.keys
+    values = request.stored.values
+    groups = asked.query.shape[1] // keys.shape[1]
+    before = grid.behind(keys.device) < 0
+    sets = request.sees.chosen & before
+    within = torch.arange(grid.block, device=keys.device) - grid.pad
+    own = grid.length - grid.new
+    out = asked.query.new_empty(*asked.query.shape[:3], values.shape[-1])
+    for first, last in _runs(sets, before, request.sees.shared):
+        start = first * grid.queries
+        stop = min(last * grid.queries, grid.new)
+        for row, head in itertools.product(*map(range, keys.shape[:2])):
+            places = (sets[row, head, first].nonzero() * grid.block + within).flatten()
+            slots = torch.cat([places[places >= 0], torch.arange(own + start, own + stop, device=keys.device)])
+            heads = slice(head * groups, (head + 1) * groups)
+            queries = asked.heads(heads).of(asked.query[row, heads, start:stop][None])
+            entries = DenseEntries(keys[row, head, slots][None, None], values[row, head, slots][None, None])
+            out[row, heads, start:stop] = attend(AttentionRequest(queries, entries))[0]
+    return out
+
+
+def _runs(sets: Tensor, before: Tensor, shared: int) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last but one of query blocks that share a set.
+
+    Args:
+        sets: bool [B, H, query blocks, key blocks], chosen ones before the diagonal.
+        before: bool [query blocks, key blocks], those before the diagonal.
+        shared: as in `ChosenBlocks`.
+    """
+    differs = ((sets[:, :, 1:] != sets[:, :, :-1]) & before[:-1]).flatten(0, 1).any(0).any(-1).tolist()
+    starts = [0, *(number for number, other in enumerate(differs, 1) if other or number % shared == 0)]
+    yield from itertools.pairwise([*starts, sets.shape[2]])
+
+
+def chosen_rows(attend: Callable[..., Tensor]) -> tuple[Executor, ...]:
+    """Return the executors for chosen blocks; attend: computes attention over gathered ones."""
+    return (
+        Executor("dense, gathered", _why_not_table, lambda request: _by_table(request, attend)),
+        Executor(
+            "Triton",
+            each_of(why_not_learned, _why_not_triton),
+            lambda request: _by_lists(kernels.block_attention, request),
+        ),
+        Executor(
+            "C", each_of(why_not_learned, _why_not_c), lambda request: _by_lists(compiled.block_attention, request)
+        ),
+        Executor("products", lambda request: None, _products),
+    )

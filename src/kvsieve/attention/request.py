@@ -112,10 +112,12 @@ class ChosenBlocks:
         chosen: bool [B, H or Hq, query blocks, key blocks], a set for each KV head or for each query head; of blocks
             before the diagonal, which is always computed.
         grid: the blocks.
+        shared: query blocks in a row with the same set, which see all of their own blocks.
     """
 
     chosen: Tensor
     grid: BlockGrid
+    shared: int = 1
 
 
 @dataclass(frozen=True)

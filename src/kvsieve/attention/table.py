@@ -15,7 +15,7 @@ from kvsieve.attention.dense import TOKEN, TOKEN_KERNEL, prompt_rows
 from kvsieve.attention.latent import Latents, latent_rows
 from kvsieve.attention.masked import SHOWN
 from kvsieve.attention.packed import ENCODED
-from kvsieve.attention.prompt import CHOSEN_BLOCKS
+from kvsieve.attention.prompt import chosen_rows
 from kvsieve.attention.ragged import FLAT, FLAT_KERNEL
 from kvsieve.attention.reading import ReadRows, read_rows
 from kvsieve.attention.reference import REFERENCE
@@ -83,7 +83,7 @@ _TABLE: dict[tuple[type, type], tuple[Executor, ...]] = {
     kind: (*rows, REFERENCE)
     for kind, rows in {
         _DENSE: prompt_rows(attend),
-        (DenseEntries, ChosenBlocks): CHOSEN_BLOCKS,
+        (DenseEntries, ChosenBlocks): chosen_rows(attend),
         (DenseEntries, Near): near_rows(attend),
         (DenseEntries, Shown): SHOWN,
         (FlatEntries, _NONE): FLAT,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from kvsieve.core.softmax import cap
 from kvsieve.lazy import Tensor, torch
@@ -110,6 +111,7 @@ class PromptContext:
         keys: [B, H, N, D].
         grid: the blocks to choose among.
         ends: the last of these queries are the end of the prompt.
+        shared: scratch of this pass for these rows and heads, the same for all layers.
     """
 
     layer_idx: int
@@ -118,6 +120,7 @@ class PromptContext:
     keys: Tensor
     grid: BlockGrid
     ends: bool = True
+    shared: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def query(self) -> Tensor:

@@ -7,7 +7,9 @@ from kvsieve.methods import (
     cake,
     chunkkv,
     claa,
+    compact_attention,
     criticalkv,
+    critiprefill,
     duoattention,
     dynamickv,
     exact_topk,
@@ -59,7 +61,9 @@ from kvsieve.methods.base import ScoredEvictor
 from kvsieve.methods.cake import CAKE, CakeScores
 from kvsieve.methods.chunkkv import ChunkKV
 from kvsieve.methods.claa import CrossLayerTSP
+from kvsieve.methods.compact_attention import CompactAttention
 from kvsieve.methods.criticalkv import CriticalKV
+from kvsieve.methods.critiprefill import CritiPrefill
 from kvsieve.methods.duoattention import DuoAttention
 from kvsieve.methods.dynamickv import DynamicKV
 from kvsieve.methods.exact_topk import ExactTopK
@@ -117,6 +121,8 @@ __all__ = [
     "AdaptiveTSP",
     "CakeScores",
     "ChunkKV",
+    "CompactAttention",
+    "CritiPrefill",
     "CriticalKV",
     "CrossLayerTSP",
     "DuoAttention",

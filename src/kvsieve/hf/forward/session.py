@@ -77,7 +77,7 @@ class Session(PassState):
         else:
             store.append(key, value, tokens.token_index, tokens.valid, tokens.counts, room)
             with gathered(self.checks):
-                out = attend_stored(self.plan.prefill, self.cache.turn, step, where, asked, store)
+                out = attend_stored(self.plan.prefill, self.cache.turn, step, where, asked, store, self.shared)
         self.lend(index, layer, model_key, changes=reduces or self.request.on_layer is not None or codec is not None)
         self._show(index, layer, asked, out)
         if evictor is not None and self.when.steps is not None and evictor.window > 1 and step.is_last_chunk:

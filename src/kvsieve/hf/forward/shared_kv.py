@@ -37,7 +37,8 @@ def attend_shared(session: Session, index: int, source: int, asked: AttentionQue
         return _of_answer(session, index, source, asked)
     if not session.reads_as_answer:
         where = index, session.model.num_layers
-        return attend_stored(session.plan.prefill, session.cache.turn, session.step, where, asked, lent.store)
+        plan = session.plan
+        return attend_stored(plan.prefill, session.cache.turn, session.step, where, asked, lent.store, session.shared)
     outs = []
     new = asked.query.shape[2]
     arguments = index, session.model.num_layers, session.reads

@@ -32,6 +32,7 @@ def attend_stored(
     where: tuple[int, int],
     asked: AttentionQueries,
     store: LayerMemory,
+    shared: dict[Any, Any],
 ) -> Tensor:
     """Attend to everything stored, the pass's tokens included, or to a role's choice of it.
 
@@ -45,6 +46,7 @@ def attend_stored(
         where: index of the layer, and layers of the model.
         asked: the queries.
         store: of the layer, including the queries' own entries.
+        shared: scratch of the pass.
 
     Returns:
         [B, Hq, L, Dv].
@@ -61,7 +63,7 @@ def attend_stored(
     keys = store.keys
     values = store.values
     if store.valid is None:
-        return _sparsely(role, (*where, step.is_last_chunk), asked, keys, values, record)
+        return _sparsely(role, (*where, step.is_last_chunk), asked, keys, values, record, shared)
     groups = query.shape[1] // keys.shape[1]
     ended = (*where, step.is_last_chunk)
     # Padding sees itself.
@@ -73,7 +75,9 @@ def attend_stored(
         query_heads = slice(heads.start * groups, heads.stop * groups)
         part = asked.heads(query_heads).of(real_entries(query[row, query_heads], fresh)[None])
         stored_keys, worth = (real_entries(tensor[row, heads], real)[None] for tensor in (keys, values))
-        out[row, query_heads, fresh.nonzero()[:, 0]] = _sparsely(role, ended, part, stored_keys, worth, record)[0]
+        own = shared.setdefault(("prefill", row, heads.start), {})
+        attended = _sparsely(role, ended, part, stored_keys, worth, record, own)[0]
+        out[row, query_heads, fresh.nonzero()[:, 0]] = attended
     return out
 
 
@@ -111,6 +115,7 @@ def _sparsely(
     keys: Tensor,
     values: Tensor,
     record: PromptBlocks,
+    shared: dict[Any, Any],
 ) -> Tensor:
     """Attend to real entries in chosen blocks, or to all if they are too few."""
     query = asked.query.detach()
@@ -120,7 +125,7 @@ def _sparsely(
     if length < role.least or new < role.queries:
         _count(record, None, grid, query)
         return _noted(record, where[0], AttentionRequest(asked, DenseEntries(keys, values)))
-    chosen = role.select(PromptContext(*where[:2], asked.of(query), keys, grid, bool(where[2])))
+    chosen = role.select(PromptContext(*where[:2], asked.of(query), keys, grid, bool(where[2]), shared))
     sets = chosen.shape[1:2]
     blocks = (grid.query_blocks, grid.key_blocks)
     if chosen.shape != (batch, *sets, *blocks) or sets[0] not in (heads, query_heads):
@@ -134,7 +139,7 @@ def _sparsely(
     recalled = _sampled_recall(asked, keys, chosen, grid)
     record.sampled += recalled.numel()
     tell(recalled.sum(), record.add_recall)
-    return _noted(record, where[0], AttentionRequest(asked, DenseEntries(keys, values), ChosenBlocks(chosen, grid)))
+    return _noted(record, where[0], AttentionRequest(asked, DenseEntries(keys, values), ChosenBlocks(chosen, grid, role.shared)))
 
 
 def _count(record: PromptBlocks, chosen: Tensor | None, grid: BlockGrid, query: Tensor) -> None:

@@ -35,6 +35,11 @@ class SparsePrefill(Role):
         """Fewest entries for sparse attention in a layer; with fewer it is dense."""
         return 1024
 
+    @property
+    def shared(self) -> int:
+        """Query blocks in a row that attend to the same blocks of keys, and to all of their own."""
+        return 1
+
     def acts_in(self, layer_idx: int, num_layers: int) -> bool:
         """Return True if a layer may attend sparsely."""
         return True
