@@ -135,7 +135,12 @@ class Draw:
         grid = BlockGrid(self.new, self.length, 16, self.dice.choice((8, 16)))
         sets = self.dice.choice((self.heads, self.heads * self.groups))
         chosen = torch.rand(self.batch, sets, grid.query_blocks, grid.key_blocks, generator=self.numbers) < 0.4
-        return DenseEntries(*self.entries()), ChosenBlocks(chosen, grid)
+        shared = self.dice.choice((1, 1, 2, 3))
+        if shared > 1:
+            first = torch.arange(grid.query_blocks) // shared * shared
+            own = torch.arange(grid.key_blocks) >= grid.first + first[:, None] * grid.own
+            chosen = chosen[:, :, first] | own
+        return DenseEntries(*self.entries()), ChosenBlocks(chosen, grid, shared)
 
     def latents(self):
         rank, plain = 12, self.dim - 4
