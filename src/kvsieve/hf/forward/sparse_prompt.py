@@ -139,7 +139,9 @@ def _sparsely(
     recalled = _sampled_recall(asked, keys, chosen, grid)
     record.sampled += recalled.numel()
     tell(recalled.sum(), record.add_recall)
-    return _noted(record, where[0], AttentionRequest(asked, DenseEntries(keys, values), ChosenBlocks(chosen, grid, role.shared)))
+    return _noted(
+        record, where[0], AttentionRequest(asked, DenseEntries(keys, values), ChosenBlocks(chosen, grid, role.shared))
+    )
 
 
 def _count(record: PromptBlocks, chosen: Tensor | None, grid: BlockGrid, query: Tensor) -> None:
