@@ -22,7 +22,7 @@ STOREYS = (
     ("decode",),
     ("runtime",),
     ("hooks", "prompt", "persist", "kept"),
-    ("drafts",),
+    ("drafts", "edit"),
     ("generate",),
     ("reuse",),
     ("chat",),

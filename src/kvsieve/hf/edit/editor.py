@@ -1,0 +1,272 @@
+"""Edits of a conversation's cache.
+
+Entries of tokens that stay are kept. Their keys are rotated to their new positions; what their values say of removed
+or changed tokens stays. So a window of tokens after every edit is prefilled again at its columns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsieve.cache import DenseStore, keep
+from kvsieve.core.selection import pack_ragged
+from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.failures import undone_on_failure
+from kvsieve.hf.cache.layer import SieveLayer
+from kvsieve.hf.cache.records import Turn, TurnRecord
+from kvsieve.hf.edit.entries import LayerEntries
+from kvsieve.hf.edit.layout import Layout, Window, check_place, check_span, check_window
+from kvsieve.hf.forward.passes import closing
+from kvsieve.hf.forward.request import PassRequest
+from kvsieve.hf.runtime import AttachedModel
+from kvsieve.planning.plans import Plan
+
+# Tokens after an edit that are prefilled again by default.
+WINDOW = 64
+
+
+@dataclass(frozen=True)
+class Edited:
+    """An edit's effect.
+
+    Attributes:
+        ids: int64 [1, N], the conversation after it.
+        reused: tokens with unchanged entries, or entries at other positions.
+        moved: those of them after the edit, which were not prefilled again: their entries are approximate.
+        reread: tokens prefilled, new ones included.
+    """
+
+    ids: Tensor
+    reused: int
+    moved: int
+    reread: int
+
+
+class Editor:
+    """Edits one cache; made by ``sieve.edit(cache, ids)``.
+
+    Every edit takes effect at once; a refused, failed or interrupted one leaves the cache as it was.
+
+    Attributes:
+        ids: int64 [1, N], the conversation in the cache.
+        window: tokens prefilled again after every edit, or "all".
+    """
+
+    def __init__(self, model: AttachedModel, cache: SieveCache, ids: Tensor, window: Window = WINDOW) -> None:
+        self._model = model
+        self._cache = cache
+        self.window = check_window(window)
+        self.ids = ids
+        _check(model, cache, ids)
+
+    def cut(self, span: tuple[int, int]) -> Edited:
+        """Remove the tokens of a half-open span."""
+        start, end = check_span(span, self.ids.shape[1])
+        return self._apply([(0, start), (end, self.ids.shape[1])])
+
+    def replace(self, span: tuple[int, int], ids: Tensor | Sequence[int]) -> Edited:
+        """Put other tokens, int64 [M], in place of a half-open span."""
+        start, end = check_span(span, self.ids.shape[1])
+        return self._apply([(0, start), self._tokens(ids), (end, self.ids.shape[1])])
+
+    def insert(self, at: int, ids: Tensor | Sequence[int]) -> Edited:
+        """Put tokens, int64 [M], before the token of column `at`."""
+        check_place(at, self.ids.shape[1])
+        return self._apply([(0, at), self._tokens(ids), (at, self.ids.shape[1])])
+
+    def move(self, span: tuple[int, int], to: int) -> Edited:
+        """Move the tokens of a half-open span before the token of column `to`, counted before the move."""
+        size = self.ids.shape[1]
+        start, end = check_span(span, size)
+        check_place(to, size)
+        if start < to < end:
+            raise InputError(f"the span {span} cannot move to {to}, which lies within it; give a place outside")
+        if to <= start:
+            return self._apply([(0, to), (start, end), (to, start), (end, size)])
+        return self._apply([(0, start), (end, to), (start, end), (to, size)])
+
+    def rewrite(self, pieces: Sequence[tuple[int, int] | Tensor]) -> Edited:
+        """Make the conversation of these pieces, in order: half-open spans of it, ascending or moved, or new tokens.
+
+        Several edits at once: what follows them is rotated once.
+        """
+        size = self.ids.shape[1]
+        checked: list[tuple[int, int] | Tensor] = []
+        used = torch.zeros(size, dtype=torch.int)
+        for piece in pieces:
+            if isinstance(piece, Tensor):
+                checked.append(self._tokens(piece))
+                continue
+            start, end = check_span(piece, size)
+            used[start:end] += 1
+            checked.append((start, end))
+        if int(used.max() if size else 0) > 1:
+            raise InputError("spans of one edit overlap; name every token once")
+        return self._apply(checked)
+
+    def _tokens(self, ids: Tensor | Sequence[int]) -> Tensor:
+        tokens = torch.as_tensor(ids)
+        if tokens.ndim == 2 and len(tokens) == 1:
+            tokens = tokens[0]
+        if tokens.ndim != 1 or not tokens.numel() or tokens.is_floating_point() or tokens.dtype == torch.bool:
+            raise InputError(f"new tokens are a list of ids, at least one, got shape {tuple(tokens.shape)}")
+        return tokens.to("cpu", torch.int64)
+
+    def _apply(self, pieces: list[tuple[int, int] | Tensor]) -> Edited:
+        cache = self._cache
+        model = self._model
+        model.check_cache(cache)
+        _check(model, cache, self.ids)
+        layout = Layout.of(self.ids[0].cpu()).rewritten(pieces)
+        if not len(layout.ids):
+            raise InputError("the edit removes every token of the conversation; take a new cache instead")
+        _check_protected(cache, layout)
+        runs = layout.runs(self.window)
+        before = cache.snapshot()
+        with undone_on_failure(cache):
+            try:
+                with closing():
+                    _rewrite(model, cache, layout, runs)
+            except BaseException:
+                cache.rollback(before)
+                raise
+        self.ids = layout.ids[None].to(self.ids.device)
+        reread = sum(end - start for start, end in runs)
+        again = torch.zeros(len(layout.ids), dtype=torch.bool)
+        for start, end in runs:
+            again[start:end] = True
+        after = torch.arange(len(layout.ids)) >= layout.first
+        moved = int((after & ~again).sum())
+        return Edited(self.ids, len(layout.ids) - reread, moved, reread)
+
+
+def _check(model: AttachedModel, cache: SieveCache, ids: Tensor) -> None:
+    """Raise KvsieveError unless the conversation in a cache can be edited."""
+    cache.check_ready()
+    conversation = cache.conversation
+    if conversation.half_read:
+        raise CacheStateError("the cache is in the middle of a prompt and cannot be edited; finish it first")
+    if ids.ndim != 2 or len(ids) != 1 or conversation.batch != 1 or conversation.mask is not None:
+        raise InputError(
+            f"edits take one conversation without padding, got ids of shape {tuple(ids.shape)} and a cache of "
+            f"{conversation.batch} rows; edit rows one by one, as caches of their own"
+        )
+    if ids.shape[1] != conversation.num_seen:
+        raise InputError(
+            f"ids are the {conversation.num_seen} tokens that the cache has seen, got {ids.shape[1]}; the last token "
+            "of an answer is not in it until the next turn"
+        )
+    reason = why_not_edited(model.plan, cache)
+    if reason is not None:
+        raise UnsupportedOptionError(f"this conversation cannot be edited: {reason}; prefill it again")
+
+
+def why_not_edited(plan: Plan, cache: SieveCache) -> str | None:
+    """Return a clause why the conversation of a cache cannot be edited under a plan, or None."""
+    conversation = cache.conversation
+    if cache.forgets:
+        return "the model has recurrent layers, or layers with a window, which do not go back"
+    if any(not isinstance(layer, SieveLayer) for layer in cache.all_layers if layer.memory is not None):
+        return "the model has layers with entries of another form"
+    if conversation.short_prompt is not None:
+        return f"{plan.name} keeps a shorter prompt in its place"
+    if conversation.multi_axis_positions or conversation.position_shift:
+        return "it has images, with positions of their own"
+    if plan.rest is not None:
+        return "rest= keeps evicted entries in blocks of their own"
+    if plan.evict is not None and plan.evict.when.observes:
+        return f"{type(plan.evict).__name__} has counted attention by tokens as they stood"
+    return None
+
+
+def _check_protected(cache: SieveCache, layout: Layout) -> None:
+    """Raise InputError for an edit that removes protected tokens."""
+    protected = cache.conversation.protected
+    if protected is None:
+        return
+    removed = (layout.target < 0)[None]
+    index = torch.arange(layout.before)[None, None]
+    looked_up, quotas = protected.to(torch.device("cpu")).at(index, None)
+    lost = looked_up is not None and bool((looked_up[:, 0] & removed).any())
+    if lost or (quotas is not None and bool(((quotas.segment[:, 0] > 0) & removed).any())):
+        raise InputError("the edit removes tokens that protect= or quotas= keeps; leave them, or prefill again")
+
+
+def _rewrite(model: AttachedModel, cache: SieveCache, layout: Layout, runs: list[tuple[int, int]]) -> None:
+    """Give a cache the conversation of a layout: entries move, and `runs` of columns are prefilled."""
+    target = layout.target
+    fresh = layout.source < 0
+    layers = cache.sieve_layers
+    ragged = {index for index, layer in layers.items() if layer.store.is_ragged}
+    encoded = {index for index, layer in layers.items() if layer.store.is_encoded}
+    entries = {
+        index: LayerEntries.moved(layer.store, target, fresh, functools.partial(model.facts.rotate, index))
+        for index, layer in layers.items()
+    }
+    turn = cache.conversation.turn
+    cache.touch()
+    cache.conversation.turn = dataclasses.replace(turn, reading=True, acts=False, deferred=[], record=TurnRecord(reduced=False))
+    for start, end in runs:
+        _set(cache, {index: part.below(start) for index, part in entries.items()}, start)
+        request = PassRequest(Plan(name=model.plan.name), "prefill")
+        model.feed(cache, layout.ids[None, start:end], None, request)
+        for index, part in entries.items():
+            part.replace(start, end, layers[index].store)
+    size = len(layout.ids)
+    _set(cache, {index: part.below(size) for index, part in entries.items()}, size)
+    for index in ragged:
+        store = layers[index].store
+        real = torch.ones_like(store.index, dtype=torch.bool) if store.valid is None else store.valid
+        layers[index].store = keep(store, pack_ragged(real.expand_as(store.index)))
+    if model.plan.codec is not None:
+        for index in encoded:
+            layers[index].encode(model.plan.codec, ends_prompt=True)
+    _move_records(cache, turn, target, size)
+
+
+def _set(cache: SieveCache, stores: dict[int, DenseStore], seen: int) -> None:
+    """Let a cache have seen `seen` columns, of which the stores have entries."""
+    for index, layer in cache.sieve_layers.items():
+        layer.store = stores[index]
+        layer.num_seen = seen
+        layer.view = None
+        layer.state = {}
+    cache.conversation.num_seen = seen
+
+
+def _move_records(cache: SieveCache, turn: Turn, target: Tensor, size: int) -> None:
+    """Give the records of a conversation the columns after an edit."""
+    conversation = cache.conversation
+    ends = torch.cat([target, torch.tensor([size])])
+
+    def place(column: int) -> int:
+        """Return the new column of the first token from `column` on that stays."""
+        later = ends[column:]
+        return int(later[later >= 0][0])
+
+    conversation.turn = dataclasses.replace(turn, start=place(min(turn.start, len(target))), prompt_end=None)
+    conversation.prompt_lengths = tuple(place(min(length, len(target))) for length in conversation.prompt_lengths)
+    conversation.acted = tuple((place(start), place(end)) for start, end in conversation.acted)
+    conversation.propagated = tuple(
+        dataclasses.replace(
+            tokens,
+            start=place(tokens.start),
+            end=place(tokens.end),
+            columns=target.to(tokens.columns.device)[tokens.columns.long().clamp_min(0)]
+            .masked_fill(tokens.columns < 0, -1)
+            .to(tokens.columns.dtype),
+        )
+        for tokens in conversation.propagated
+    )
+    if conversation.protected is not None:
+        source = torch.full((1, size), -1)
+        stays = target >= 0
+        source[0, target[stays]] = torch.arange(len(target))[stays]
+        conversation.protected = conversation.protected.reindexed(source)

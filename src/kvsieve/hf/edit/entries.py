@@ -1,0 +1,90 @@
+"""Entries of a layer while a conversation is edited: moved, dropped, and prefilled again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsieve.cache import DenseStore, LayerMemory
+from kvsieve.core.selection import entries_at
+
+# Rotate keys [R, 1, N, D] by distances int64 [R, N].
+Rotate = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass
+class LayerEntries:
+    """Entries of one layer by the columns that they have after an edit.
+
+    Attributes:
+        keys: [1, H, N, D].
+        values: [1, H, N, Dv].
+        column: int64 [1, H, N], -1 for dropped entries and filler.
+        stored: bool [1, H, columns], tokens with an entry in a head; new tokens have one everywhere.
+    """
+
+    keys: Tensor
+    values: Tensor
+    column: Tensor
+    stored: Tensor
+
+    @classmethod
+    def moved(cls, store: LayerMemory, target: Tensor, fresh: Tensor, rotate: Rotate) -> LayerEntries:
+        """Return the entries of a store at their new columns, with keys rotated to them.
+
+        Args:
+            store: of the layer; it does not change.
+            target: int64 [columns before], the new column of each, -1 for removed tokens.
+            fresh: bool [columns after], new tokens.
+            rotate: rotates keys of this layer.
+        """
+        dense = store.padded()
+        index = dense.index.long()
+        device = index.device
+        column = target.to(device)[index.clamp_min(0)].masked_fill(index < 0, -1)
+        if dense.valid is not None:
+            column = column.masked_fill(~dense.valid, -1)
+        distance = (column - index).masked_fill(column < 0, 0)
+        keys = dense.keys
+        if bool(distance.any()):
+            alone = keys.reshape(-1, 1, *keys.shape[2:])
+            rotated = rotate(alone, distance.flatten(0, 1)).reshape(keys.shape).to(keys.dtype)
+            keys = torch.where((distance == 0)[..., None], keys, rotated)
+        # Removed entries and filler go to a column of their own.
+        stored = torch.zeros(*column.shape[:2], len(fresh) + 1, dtype=torch.bool, device=device)
+        stored.scatter_(2, column.masked_fill(column < 0, len(fresh)), True)
+        stored = stored[..., :-1] | fresh.to(device)
+        return cls(keys.clone(), dense.values.clone(), column, stored)
+
+    def below(self, end: int) -> DenseStore:
+        """Return a store of the entries of columns before `end`, in order."""
+        real = (self.column >= 0) & (self.column < end)
+        counts = real.sum(-1)
+        size = int(counts.max()) if counts.numel() else 0
+        order = self.column.masked_fill(~real, -1).argsort(dim=-1, stable=True)[..., self.column.shape[-1] - size :]
+        index = self.column.gather(2, order)
+        filler = torch.arange(size, device=order.device) < size - counts[..., None]
+        return DenseStore.of(
+            entries_at(self.keys, order),
+            entries_at(self.values, order),
+            index.masked_fill(filler, -1).to(torch.int32),
+            ~filler if bool(filler.any()) else None,
+            (size,),
+        )
+
+    def replace(self, start: int, end: int, store: LayerMemory) -> None:
+        """Take the entries of columns from `start` to `end`, the last ones of a store, in place of earlier ones.
+
+        Tokens without an entry in a head get none.
+        """
+        new = end - start
+        dense = store.padded()
+        column = torch.arange(start, end, device=self.column.device).expand(1, self.column.shape[1], -1)
+        column = column.masked_fill(~self.stored[..., start:end], -1)
+        old = self.column.masked_fill((self.column >= start) & (self.column < end), -1)
+        self.keys = torch.cat([self.keys, dense.keys[:, :, -new:]], 2)
+        self.values = torch.cat([self.values, dense.values[:, :, -new:]], 2)
+        self.column = torch.cat([old, column], 2)
