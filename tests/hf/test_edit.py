@@ -7,6 +7,7 @@ import torch
 
 import kvsieve
 from kvsieve.errors import InputError, UnsupportedOptionError
+from kvsieve.hf.edit.difference import pieces_between
 from kvsieve.hf.edit.layout import Layout
 from tiny_models import build
 
@@ -259,3 +260,30 @@ def test_an_interrupt_leaves_the_cache_as_it_was(model, ids, plan, monkeypatch):
                 edit.replace((30, 50), NEW)
         assert torch.equal(edit.ids, ids) and cache.num_seen == 120
         torch.testing.assert_close(after(sieve, cache), after(sieve, untouched), atol=1e-6, rtol=1e-6)
+
+
+def joined(old, pieces):
+    return torch.cat([piece if isinstance(piece, torch.Tensor) else old[slice(*piece)] for piece in pieces])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_lead_from_one_conversation_to_another(seed):
+    dice = torch.Generator().manual_seed(seed)
+    old = torch.randint(0, 40 if seed % 2 else 400, (300,), generator=dice)
+    cuts = sorted(torch.randint(0, 300, (4,), generator=dice).tolist())
+    new = torch.cat([old[: cuts[0]], torch.randint(0, 400, (9,), generator=dice), old[cuts[1] : cuts[2]], old[cuts[3] :]])
+    pieces = pieces_between(old, new)
+    assert torch.equal(joined(old, pieces), new)
+    spans = [piece for piece in pieces if not isinstance(piece, torch.Tensor)]
+    assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+    fresh = sum(len(piece) for piece in pieces if isinstance(piece, torch.Tensor))
+    assert fresh <= 9 + 2 * 8
+
+
+def test_a_conversation_becomes_another(model, ids):
+    new = torch.cat([ids[:, :20], ids[:, 50:80], NEW[None], ids[:, 85:]], 1)
+    with attached(model) as sieve:
+        cache = sieve.prefill(ids)
+        done = sieve.edit(cache, ids, window=0).become(new)
+        assert torch.equal(done.ids, new) and done.reread == len(NEW)
+        assert sieve.edit(cache, new).become(new).reread == 0

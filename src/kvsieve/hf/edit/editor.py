@@ -21,6 +21,7 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.failures import undone_on_failure
 from kvsieve.hf.cache.layer import SieveLayer
 from kvsieve.hf.cache.records import Turn, TurnRecord
+from kvsieve.hf.edit.difference import pieces_between
 from kvsieve.hf.edit.entries import LayerEntries
 from kvsieve.hf.edit.layout import Layout, Window, check_place, check_span, check_window
 from kvsieve.hf.forward.passes import closing
@@ -110,6 +111,12 @@ class Editor:
         if int(used.max() if size else 0) > 1:
             raise InputError("spans of one edit overlap; name every token once")
         return self._apply(checked)
+
+    def become(self, ids: Tensor) -> Edited:
+        """Make the conversation `ids`, int64 [1, M], reusing what both have in common in order."""
+        if ids.ndim != 2 or len(ids) != 1 or not ids.shape[1]:
+            raise InputError(f"ids are those of one conversation, [1, M], got shape {tuple(ids.shape)}")
+        return self._apply(pieces_between(self.ids[0].cpu(), ids[0].cpu()))
 
     def _tokens(self, ids: Tensor | Sequence[int]) -> Tensor:
         tokens = torch.as_tensor(ids)
