@@ -13,10 +13,13 @@ from torch import Tensor
 from kvsieve.errors import CacheStateError, InputError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.copies import Forked
+from kvsieve.hf.chat.edits import with_message, without_reasoning, without_turn
 from kvsieve.hf.chat.options import check_chat_options
 from kvsieve.hf.chat.state import ChatSnapshot, ChatState, Reply, Transcript, from_saved, saved_form
 from kvsieve.hf.chat.turn import BREAK, TurnMaker
 from kvsieve.hf.chat.worker import streamed
+from kvsieve.hf.edit.editor import WINDOW, Edited
+from kvsieve.hf.edit.layout import Window
 from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.inputs import check_text
 from kvsieve.hf.kept import kept_of
@@ -170,6 +173,47 @@ class Chat(Forked):
             self._state = self._at = ChatState(after, self._cache.snapshot())
 
         self._alone(work)
+
+    def remove(self, turn: int, *, window: Window = WINDOW) -> Edited:
+        """Remove a turn, a user message and its answer; later turns stay, at new positions.
+
+        Args:
+            turn: number of the turn, from 0; -1 for the last one.
+            window: see ``Sieve.edit``.
+
+        Raises:
+            InputError: there is no such turn, or it is the only one.
+            UnsupportedOptionError: see ``Sieve.edit``.
+        """
+        return self._alone(lambda: self._edit(without_turn(self._transcript.messages, turn), window, turn))
+
+    def replace(self, turn: int, text: str, *, window: Window = WINDOW) -> Edited:
+        """Replace a turn's user message; its answer and later turns stay. Arguments and errors as of `remove`."""
+        check_text("text", text)
+        return self._alone(lambda: self._edit(with_message(self._transcript.messages, turn, text), window))
+
+    def strip(self, *, window: Window = WINDOW) -> Edited:
+        """Remove the reasoning, up to ``</think>``, from all answers. Arguments and errors as of `remove`."""
+        return self._alone(lambda: self._edit(without_reasoning(self._transcript.messages), window))
+
+    def _edit(self, messages: tuple[Message, ...], window: Window, removed: int | None = None) -> Edited:
+        """Give the conversation other messages, reusing entries."""
+        before = self._transcript
+        if before.context is not None:
+            raise InputError("the next message has begun with read(); ask it first, or roll back, then edit")
+        if not before.turns:
+            raise InputError("the chat has no turn yet")
+        ids = self._maker.rebuilt(messages, before.ended)
+        turns = list(before.turns)
+        if removed is not None:
+            del turns[removed]
+        known = before.ids[:, : self._cache.num_seen]
+        self._at = None
+        # The last token was never fed.
+        edited = self.sieve.edit(self._cache, known, window=window).become(ids[:, :-1])
+        after = Transcript(ids, messages, tuple(turns), ended=before.ended)
+        self._state = self._at = ChatState(after, self._cache.snapshot())
+        return edited
 
     def snapshot(self) -> ChatSnapshot:
         """Return a state for `rollback`, any number of times, messages and ids included; see SieveCache.snapshot.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from kvsieve.hf.inputs import check_callable, check_text
 from kvsieve.hf.model.context import context_of
 from kvsieve.hf.reuse import PromptStore, ReadPrefix, StoredPrefixes, check_servable, check_store, unserved
 from kvsieve.planning.segments import role_spans
-from kvsieve.planning.turns import Turns, stop_ids
+from kvsieve.planning.turns import Message, Turns, escaped, stop_ids, token_ids
 
 BREAK = "\n\n"
 
@@ -196,6 +196,30 @@ class TurnMaker:
         fed = said if before.context is None else f"{BREAK}{said}"
         ids, _ = self._fed(before, fed, open_end=True)
         return dataclasses.replace(before, ids=ids, context=(before.context or "") + fed, ended=False)
+
+    def rebuilt(self, messages: Sequence[Message], ended: bool) -> Tensor:
+        """Return int64 [1, N], a conversation of complete turns as it would have been fed and generated.
+
+        Args:
+            messages: an optional system prompt, then user messages, each with an answer.
+            ended: the last answer has its end token.
+        """
+        first = 1 if messages and messages[0]["role"] == "system" else 0
+        device = self.sieve.model.device
+        ids = torch.zeros(1, 0, dtype=torch.int64, device=device)
+        so_far = Transcript(ids, tuple(messages[:first]))
+        for at in range(first, len(messages), 2):
+            ids, _ = self._fed(so_far, messages[at]["content"])
+            said = token_ids(self.tokenizer, escaped(self.tokenizer, messages[at + 1]["content"]))
+            after = tuple(messages[: at + 2])
+            end = self._end(after) if ended or at + 2 < len(messages) else []
+            so_far = Transcript(torch.cat([ids, ids.new_tensor([[*said, *end]])], 1), after, ended=bool(end))
+        return so_far.ids
+
+    def _end(self, messages: tuple[Message, ...]) -> list[int]:
+        """Return the token that ends an answer, as the template writes it."""
+        added = self.turns.added(messages, "?")
+        return [next((token for token in added if token in self.stops), min(self.stops))]
 
     def _fed(self, before: Transcript, text: str, open_end: bool = False) -> tuple[Tensor, int | None]:
         """Return int64 [1, N]: the conversation with a message, up to the answer; and the end of the context, or None.
