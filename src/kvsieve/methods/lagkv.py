@@ -86,6 +86,10 @@ class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remember
     def when(self) -> When:
         return When(chunks=self.chunks, steps=1 if self.decode else None)
 
+    @property
+    def why_not_edited(self) -> str | None:
+        return "it has cut the conversation into partitions as it stood"
+
     def rhythm(self, prompt: int) -> tuple[int, int] | None:
         return (self.lag, self.sinks) if self.decode else None
 

@@ -160,6 +160,9 @@ def _check(model: AttachedModel, cache: SieveCache, ids: Tensor) -> None:
     conversation = cache.conversation
     if conversation.half_read:
         raise CacheStateError("the cache is in the middle of a prompt and cannot be edited; finish it first")
+    reason = why_not_edited(model.plan, cache)
+    if reason is not None:
+        raise UnsupportedOptionError(f"this conversation cannot be edited: {reason}; prefill it again")
     if ids.ndim != 2 or len(ids) != 1 or conversation.batch != 1 or conversation.mask is not None:
         raise InputError(
             f"edits take one conversation without padding, got ids of shape {tuple(ids.shape)} and a cache of "
@@ -170,9 +173,6 @@ def _check(model: AttachedModel, cache: SieveCache, ids: Tensor) -> None:
             f"ids are the {conversation.num_seen} tokens that the cache has seen, got {ids.shape[1]}; the last token "
             "of an answer is not in it until the next turn"
         )
-    reason = why_not_edited(model.plan, cache)
-    if reason is not None:
-        raise UnsupportedOptionError(f"this conversation cannot be edited: {reason}; prefill it again")
 
 
 def why_not_edited(plan: Plan, cache: SieveCache) -> str | None:
@@ -188,9 +188,8 @@ def why_not_edited(plan: Plan, cache: SieveCache) -> str | None:
         return "it has images, with positions of their own"
     if plan.rest is not None:
         return "rest= keeps evicted entries in blocks of their own"
-    if plan.evict is not None and plan.evict.when.observes:
-        return f"{type(plan.evict).__name__} has counted attention by tokens as they stood"
-    return None
+    reason = None if plan.evict is None else plan.evict.why_not_edited
+    return None if reason is None else f"of {type(plan.evict).__name__}, {reason}"
 
 
 def _check_protected(cache: SieveCache, layout: Layout) -> None:
@@ -219,7 +218,9 @@ def _rewrite(model: AttachedModel, cache: SieveCache, layout: Layout, runs: list
     }
     turn = cache.conversation.turn
     cache.touch()
-    cache.conversation.turn = dataclasses.replace(turn, reading=True, acts=False, deferred=[], record=TurnRecord(reduced=False))
+    cache.conversation.turn = dataclasses.replace(
+        turn, reading=True, acts=False, deferred=[], record=TurnRecord(reduced=False)
+    )
     for start, end in runs:
         _set(cache, {index: part.below(start) for index, part in entries.items()}, start)
         request = PassRequest(Plan(name=model.plan.name), "prefill")

@@ -68,6 +68,10 @@ class DelegatingEvictor(Evictor):
         return self.base.when
 
     @property
+    def why_not_edited(self) -> str | None:
+        return self.base.why_not_edited
+
+    @property
     def skip_layers(self) -> Layers:
         return self.base.skip_layers
 

@@ -43,6 +43,11 @@ class Evictor(Role):
         """Times to act besides the end of a prompt; whether it observes passes."""
         return END_OF_PROMPT
 
+    @property
+    def why_not_edited(self) -> str | None:
+        """Return a clause why tokens of a conversation cannot be removed or moved under it, or None."""
+        return "it has counted attention to tokens as they stood" if self.when.observes else None
+
     def rhythm(self, prompt: int) -> tuple[int, int] | None:
         """Return n and L: after a prompt of `prompt` tokens it acts at lengths L + k n. None: at its end only."""
         return None if self.when.steps is None else (self.when.steps, prompt)
