@@ -23,11 +23,6 @@ PLANS = {
 }
 
 
-@pytest.fixture(scope="module")
-def model():
-    return build("llama").float().eval()
-
-
 @pytest.fixture
 def ids():
     return torch.randint(3, 90, (1, 120), generator=torch.Generator().manual_seed(2))

@@ -96,5 +96,5 @@ def check_place(at: int, size: int) -> int:
 def check_window(window: object) -> Window:
     """Return a window. Raises InputError for another value."""
     if window == "all" or (type(window) is int and window >= 0):
-        return window  # type: ignore[return-value]
+        return window
     raise InputError(f"window is the tokens prefilled again after an edit, from 0, or 'all'; got {short(window)}")
