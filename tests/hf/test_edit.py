@@ -10,7 +10,7 @@ import torch
 import kvsieve
 from kvsieve.errors import InputError, UnsupportedOptionError
 from kvsieve.hf.edit.difference import pieces_between
-from kvsieve.hf.edit.layout import Layout
+from kvsieve.hf.edit.layout import Arrangement
 from tiny_models import build
 
 PLANS = {
@@ -179,7 +179,7 @@ def test_only_the_window_and_new_tokens_are_fed(model, ids, monkeypatch):
 
 
 def test_seams_and_runs():
-    layout = Layout.of(torch.arange(10))
+    layout = Arrangement.of(torch.arange(10))
     assert layout.rewritten([(0, 10)]).runs(3) == []
     assert layout.rewritten([(0, 3), (5, 10)]).runs(2) == [(3, 5)]
     assert layout.rewritten([(0, 8)]).runs(2) == []

@@ -23,7 +23,7 @@ from kvsieve.hf.cache.layer import SieveLayer
 from kvsieve.hf.cache.records import Turn, TurnRecord
 from kvsieve.hf.edit.difference import pieces_between
 from kvsieve.hf.edit.entries import LayerEntries
-from kvsieve.hf.edit.layout import Layout, Window, check_place, check_span, check_window
+from kvsieve.hf.edit.layout import Arrangement, Window, check_place, check_span, check_window
 from kvsieve.hf.forward.passes import closing
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.runtime import AttachedModel
@@ -131,7 +131,7 @@ class Editor:
         model = self._model
         model.check_cache(cache)
         _check(model, cache, self.ids)
-        layout = Layout.of(self.ids[0].cpu()).rewritten(pieces)
+        layout = Arrangement.of(self.ids[0].cpu()).rewritten(pieces)
         if not len(layout.ids):
             raise InputError("the edit removes every token of the conversation; take a new cache instead")
         _check_protected(cache, layout)
@@ -192,7 +192,7 @@ def why_not_edited(plan: Plan, cache: SieveCache) -> str | None:
     return None if reason is None else f"of {type(plan.evict).__name__}, {reason}"
 
 
-def _check_protected(cache: SieveCache, layout: Layout) -> None:
+def _check_protected(cache: SieveCache, layout: Arrangement) -> None:
     """Raise InputError for an edit that removes protected tokens."""
     protected = cache.conversation.protected
     if protected is None:
@@ -205,7 +205,7 @@ def _check_protected(cache: SieveCache, layout: Layout) -> None:
         raise InputError("the edit removes tokens that protect= or quotas= keeps; leave them, or prefill again")
 
 
-def _rewrite(model: AttachedModel, cache: SieveCache, layout: Layout, runs: list[tuple[int, int]]) -> None:
+def _rewrite(model: AttachedModel, cache: SieveCache, layout: Arrangement, runs: list[tuple[int, int]]) -> None:
     """Give a cache the conversation of a layout: entries move, and `runs` of columns are prefilled."""
     target = layout.target
     fresh = layout.source < 0

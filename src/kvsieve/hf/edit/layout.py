@@ -15,7 +15,7 @@ Window = int | Literal["all"]
 
 
 @dataclass(frozen=True)
-class Layout:
+class Arrangement:
     """The columns of a conversation after an edit.
 
     Attributes:
@@ -29,17 +29,17 @@ class Layout:
     before: int
 
     @classmethod
-    def of(cls, ids: Tensor) -> Layout:
+    def of(cls, ids: Tensor) -> Arrangement:
         """Return the layout of unchanged tokens, int64 [N]."""
         return cls(ids, torch.arange(len(ids)), len(ids))
 
-    def rewritten(self, pieces: list[tuple[int, int] | Tensor]) -> Layout:
+    def rewritten(self, pieces: list[tuple[int, int] | Tensor]) -> Arrangement:
         """Return the layout of pieces in order: half-open spans of these columns, or new tokens, int64 [M]."""
         ids = [piece if isinstance(piece, Tensor) else self.ids[slice(*piece)] for piece in pieces]
         source = [
             torch.full_like(piece, -1) if isinstance(piece, Tensor) else self.source[slice(*piece)] for piece in pieces
         ]
-        return Layout(torch.cat(ids), torch.cat(source), self.before)
+        return Arrangement(torch.cat(ids), torch.cat(source), self.before)
 
     @property
     def target(self) -> Tensor:
