@@ -15,6 +15,7 @@ import kvsieve
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 SETTINGS = (ROOT / "mkdocs.yml").read_text()
+GENERATED = ("methods.md", "models.md")
 API = re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(), re.M)
 
 
@@ -24,9 +25,14 @@ def test_the_navigation_has_every_page_once():
     assert sorted(pages) == sorted(page.name for page in DOCS.glob("*.md"))
 
 
+def written(page: Path) -> str:
+    """The text of a page without its generated parts; the pages of methods and models have no other."""
+    return "" if page.name in GENERATED else re.sub(r"<!-- \w+ -->\n.*?<!-- end -->", "", page.read_text(), flags=re.S)
+
+
 def test_there_are_few_pages_and_few_words():
-    words = {page.name: len(page.read_text().split()) for page in DOCS.glob("*.md")}
-    assert len(words) <= 18 and sum(words.values()) <= 35_000, words
+    words = {page.name: len(written(page).split()) for page in DOCS.glob("*.md")}
+    assert len(words) <= 18 and sum(words.values()) <= 28_700, words
 
 
 def test_the_index_leads_to_every_other_page():

@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvsieve.errors import InputError
+from kvsieve.lab.tasks.agents import Agents
+from kvsieve.lab.tasks.chains import Chains
+from kvsieve.lab.tasks.codetests import CodeTests
 from kvsieve.lab.tasks.documents import Documents
 from kvsieve.lab.tasks.haystack import load_haystack
 from kvsieve.lab.tasks.installed import installed_tasks
 from kvsieve.lab.tasks.instructions import Instructions
+from kvsieve.lab.tasks.leakage import Leakage
 from kvsieve.lab.tasks.longanswer import LongAnswer
 from kvsieve.lab.tasks.needle import Needle, PassKey
 from kvsieve.lab.tasks.pairs import KeyValue, MultiQuestion
 from kvsieve.lab.tasks.public import public_tasks
+from kvsieve.lab.tasks.reasoning import Reasoning
 from kvsieve.lab.tasks.ruler import CommonWords, FrequentWords, Niah, VariableTracking
 from kvsieve.lab.tasks.samples import Task
 from kvsieve.lab.tasks.shots import Arithmetic, ManyShot
+from kvsieve.lab.tasks.toolcalls import ToolCalls
 from kvsieve.planning.suggestions import did_you_mean
 
 
@@ -59,6 +65,13 @@ def all_tasks(haystack: str = "topics") -> dict[str, Task]:
         Instructions(text, "instructions", "Instructions before the text"),
         Instructions(text, "system", "Instructions in the system prompt", where="system"),
         LongAnswer(text),
+        Chains(text),
+        Reasoning(text),
+        Reasoning(text, "reasoning_4k", "Step-by-step answer of 4K tokens", steps=160),
+        CodeTests(text),
+        ToolCalls(text),
+        Agents(text),
+        Leakage(text),
     ]
     tasks += installed_tasks(text, {task.name for task in tasks})
     return {task.name: task for task in tasks}
