@@ -130,6 +130,7 @@ test-lowest test-newest: test-%:
 docs: $(VENV)/.ready
 	$(BIN)/python tests/support/model_table.py
 	$(BIN)/kvsieve methods --markdown > docs/methods.md
+	$(BIN)/python -m benchmarks.papers >> docs/methods.md
 	$(BIN)/python -m benchmarks.pages
 
 # The documentation as a web site with search, read from site/index.html without a server or a network. Broken links and

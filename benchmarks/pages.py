@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.evidence import MODELS, RESULTS, Evidence, described, evidence, provenance
 from benchmarks.evidence import rows as samples_of
+from benchmarks.glance import glances
 from benchmarks.toys.tables import filled, markdown, summary
 from kvsieve.planning.profiles import load_profile, shipped_profiles
 from kvsieve.report.plot_style import PNG_DPI, new_figure, style
@@ -101,6 +102,11 @@ class Panel:
     bars: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class LabelledPanel(Panel):
+    """A diagram of many series: names at their last points in place of a legend."""
+
+
 def main() -> None:
     found = evidence()
     PICTURES.mkdir(exist_ok=True)
@@ -121,7 +127,7 @@ def pages(found: list[Evidence]) -> dict[Path, dict[str, str]]:
         ROOT / "docs" / "choosing.md": {
             "models": "\n".join(f"- {described(each.name)}" for each in found),
             "use": use_table(found[0]),
-            **{name: captions(found[0])[name] for name in pictures(found)},
+            **captions(found[0]),
             "numbers": "\n\n".join(numbers_table(each) for each in found if each.sets),
             "provenance": provenance_table(found),
         },
@@ -613,7 +619,24 @@ def pictures(found: list[Evidence]) -> dict[str, list[Panel]]:
         out["conversations"] += _conversations(one)
         out["long"] += _long(one)
         out["speed"] += _speeds(one)
-    return out
+    return {**out, **({"glance": glance} if (glance := [*_glance()]) else {})}
+
+
+def _glance() -> Iterator[Panel]:
+    """A panel for each question mode, scores over the entries stored, or read where all are stored."""
+    for one in glances():
+        series: Points = {}
+        for (method, _), point in one.points.items():
+            x = point.stored if point.read is None or point.stored < 99 else point.read
+            series.setdefault(method, []).append((x, point.share))
+        shares = any(budget.endswith("%") for _, budget in one.points)
+        title = f"question {one.question}" if shares else "long answers"
+        yield LabelledPanel(
+            f"{title}, {one.prompts} prompts",
+            "KV stored (readers: read), % of full KV",
+            "score, % of full KV's",
+            series,
+        )
 
 
 def _of_bytes(one: Evidence, name: str) -> Panel:
@@ -711,10 +734,14 @@ def draw(panels: list[Panel], file: Path) -> None:
     with style():
         figure = new_figure(4.6 * len(panels), 3.6)
         for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-            plot: Callable[[Axes, Panel], None] = _draw_bars if panel.bars else _draw_lines
+            labelled = isinstance(panel, LabelledPanel)
+            lines = _draw_labelled if labelled else _draw_lines
+            plot: Callable[[Axes, Panel], None] = _draw_bars if panel.bars else lines
             plot(axes, panel)
             axes.set(xlabel=panel.x, ylabel=panel.y)
             axes.set_title(panel.title, fontsize=8)
+            if labelled:
+                continue
             columns = min(4, len(panel.series))
             axes.legend(fontsize=7, ncols=columns, loc="upper center", bbox_to_anchor=(0.5, -0.2), columnspacing=1)
         figure.savefig(file, dpi=PNG_DPI * 0.7, metadata={"Software": None, "Description": digest(panels)})
@@ -727,6 +754,24 @@ def _draw_lines(axes: Axes, panel: Panel) -> None:
     axes.set_ylim(0)
     if panel.places:
         axes.set_xticks(panel.places, [f"{x:,}" for x in panel.places])
+
+
+def _draw_labelled(axes: Axes, panel: Panel) -> None:
+    """Lines of the baselines in colour, of the others in grey; names beside the last points, moved off each other."""
+    ends = []
+    for name, points in panel.series.items():
+        colour = COLOURS.get(name, "#b0b0b0")
+        axes.plot(*zip(*sorted(points), strict=True), color=colour, marker="o", markersize=2.5, linewidth=0.8)
+        ends.append((*max(points), name, colour))
+    axes.set_ylim(0)
+    top, right = axes.get_ylim()[1], max(x for x, *_ in ends)
+    step = top / max(40, len(ends) + 2)
+    low = -step
+    for _, y, name, colour in sorted(ends, key=lambda end: end[1]):
+        low = max(low + step, y)
+        axes.annotate(name, (1.03 * right, low), fontsize=4.5, color=colour if colour != "#b0b0b0" else "#444444")
+    axes.set_ylim(0, max(top, low + step))
+    axes.set_xlim(0, 1.35 * right)
 
 
 def _draw_bars(axes: Axes, panel: Panel) -> None:
