@@ -6,8 +6,8 @@
 
 MODEL is a checkpoint's directory, a GGUF file or a hub id. A cell is a method at a budget on the samples of one task in
 one question mode: one batch, so that every method decodes its answers together. Cells go to whichever process is free,
-the first tasks of every grid first. Rows have the form of `kvsieve eval`, without KL, since full KV runs in cells of its
-own; entries kept are those of the batch's longest row. A method that fails twice is left out, and failures.json says
+the first tasks of every grid first. Rows have the form of `kvsieve eval`, without KL: full KV has cells of its own.
+Entries kept are those of the batch's longest row. A method that fails twice is left out, and failures.json says
 why. The run stops at --minutes and continues with the same command; cells that are done are not run again.
 """
 

@@ -36,7 +36,7 @@ class Chains(Generated):
         depths = spread(rng, self.steps)
         place = rng.random()
         verbs = {True: "adds", False: "takes away"}
-        facts = [f"Entry {at} of the ledger {verbs[each > 0]} {abs(each)}." for at, each in enumerate(amounts, 1)]
+        facts = [f"Entry {at} of the ledger {verbs[amount > 0]} {abs(amount)}." for at, amount in enumerate(amounts, 1)]
         ask = (
             f"The ledger begins with {begin}. Go through its entries 1 to {self.steps} in the text above, in order. "
             "Write a line for each with the sum so far, such as 'Entry 0: 12 + 5 = 17', and in the end a line such as "

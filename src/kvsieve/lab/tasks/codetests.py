@@ -93,7 +93,7 @@ def passed_tests(head: str, wanted: list[int]) -> Score:
         except (SyntaxError, ValueError, MemoryError, RecursionError):
             return {"score": 0.0, "parsed": 0.0}
         got = results_of(code, name, [[x] for x in _TESTS])
-        passed = sum(one == each and type(one) is int for one, each in zip(got, wanted, strict=True))
+        passed = sum(one == right and type(one) is int for one, right in zip(got, wanted, strict=True))
         constant = len(set(map(str, got))) == 1
         return {"score": 0.0 if constant else passed / len(_TESTS), "parsed": 1.0}
 

@@ -81,7 +81,7 @@ def _common(one: Sequence[str], other: Sequence[str]) -> list[str]:
     best: list[list[str]] = [[] for _ in range(len(other) + 1)]
     for word in one:
         row: list[list[str]] = [[]]
-        for at, theirs in enumerate(other):
-            row.append([*best[at], word] if word == theirs else max(best[at + 1], row[at], key=len))
+        for at, second in enumerate(other):
+            row.append([*best[at], word] if word == second else max(best[at + 1], row[at], key=len))
         best = row
     return best[-1]

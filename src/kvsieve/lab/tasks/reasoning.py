@@ -106,7 +106,7 @@ def steps_and_end(begin: State, rules: Sequence[tuple[int, int]], steps: int, re
             before = state
         ends = _END.findall(text)
         values = re.findall(r"\d+", ends[-1]) if ends else []
-        hits = sum(int(value) == each for value, each in zip(values, wanted, strict=False))
+        hits = sum(int(value) == right_one for value, right_one in zip(values, wanted, strict=False))
         share = right / steps
         return {"score": (share + hits / len(wanted)) / 2, "steps": share, "end": hits / len(wanted)}
 

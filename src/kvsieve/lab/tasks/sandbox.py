@@ -107,4 +107,4 @@ def results_of(
             return failed
     if not isinstance(results, list) or len(results) != len(calls):
         return failed
-    return [each.get("value") if isinstance(each, dict) else None for each in results]
+    return [result.get("value") if isinstance(result, dict) else None for result in results]

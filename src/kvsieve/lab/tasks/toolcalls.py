@@ -134,5 +134,5 @@ def matches(value: Any, schema: Mapping[str, Any]) -> bool:
     properties: Mapping[str, Any] = schema["properties"]
     required: Sequence[str] = schema["required"]
     return set(required) <= value.keys() <= properties.keys() and all(
-        matches(each, properties[name]) for name, each in value.items()
+        matches(argument, properties[name]) for name, argument in value.items()
     )
