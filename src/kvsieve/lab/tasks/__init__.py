@@ -17,7 +17,7 @@ from kvsieve.lab.tasks.longanswer import LongAnswer
 from kvsieve.lab.tasks.needle import Needle, PassKey
 from kvsieve.lab.tasks.pairs import KeyValue, MultiQuestion
 from kvsieve.lab.tasks.public import public_tasks
-from kvsieve.lab.tasks.reasoning import Reasoning
+from kvsieve.lab.tasks.reasoning import Derivation
 from kvsieve.lab.tasks.ruler import CommonWords, FrequentWords, Niah, VariableTracking
 from kvsieve.lab.tasks.samples import Task
 from kvsieve.lab.tasks.shots import Arithmetic, ManyShot
@@ -66,8 +66,8 @@ def all_tasks(haystack: str = "topics") -> dict[str, Task]:
         Instructions(text, "system", "Instructions in the system prompt", where="system"),
         LongAnswer(text),
         Chains(text),
-        Reasoning(text),
-        Reasoning(text, "reasoning_4k", "Step-by-step answer of 4K tokens", steps=160),
+        Derivation(text),
+        Derivation(text, "reasoning_4k", "Step-by-step answer of 4K tokens", steps=160),
         CodeTests(text),
         ToolCalls(text),
         Agents(text),

@@ -21,7 +21,7 @@ State = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Reasoning(Generated):
+class Derivation(Generated):
     """Four numbers that four rules change in turn; the answer writes every state, then some of them again.
 
     steps: states to write.
