@@ -51,6 +51,8 @@ class Recording(Evictor, needs=("rotary",), heads="own", ragged=True, takes_quot
     when: kvsieve.types.When = kvsieve.types.When(steps=9)
     skip_layers: tuple = (1, -1)
     lacks_tokenizer: bool = True
+    grows: bool = True
+    keeps_prompt: bool = True
     asked: list = field(default_factory=list, compare=False)
 
     def for_tokenizer(self, tokenizer):
@@ -60,7 +62,7 @@ class Recording(Evictor, needs=("rotary",), heads="own", ragged=True, takes_quot
         self.asked.append(given)
         return given
 
-    check = rhythm = requested = entries = stored_heads = observe = select = is_noop = _answer
+    check = rhythm = requested = entries = answer_entries = stored_heads = observe = select = is_noop = _answer
 
 
 GIVEN = {
@@ -68,6 +70,7 @@ GIVEN = {
     "rhythm": (50,),
     "requested": (50, 7),
     "entries": (60, 8),
+    "answer_entries": (5, 20, 60),
     "stored_heads": (2, 6),
     "observe": ("a context",),
     "select": ("a context", (3,)),

@@ -39,7 +39,7 @@ WINGS: dict[str, Storeys] = {
         ("forms", "grammars", "loading", "parameters", "quantities", "suggestions", "specs", "profiles", "protection"),
         ("budget", "defaults", "turns"),
         ("segments", "roles", "unset"),
-        ("drafts",),
+        ("answers", "drafts"),
         ("plan_files",),
         ("plans",),
         ("registry",),

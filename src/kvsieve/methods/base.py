@@ -9,10 +9,11 @@ from kvsieve.core.scoring import WIDEST
 from kvsieve.core.selection import select_top, top_mask
 from kvsieve.errors import PlanError, UnsupportedModelError, short
 from kvsieve.lazy import Tensor, torch
+from kvsieve.planning.answers import parse_answer, refuse_answer
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.named import plan_without_floor
 from kvsieve.planning.parameters import MOST
-from kvsieve.planning.roles import DelegatingEvictor, Evictor, Layers
+from kvsieve.planning.roles import DelegatingEvictor, Evictor, Layers, Traits
 from kvsieve.types import LayerContext, ModelFacts, Selection, When
 
 
@@ -24,11 +25,17 @@ class ScoredEvictor(Evictor, takes_quotas=True):
     skip_layers: layers that keep everything: how many at the start, or which, e.g. (0, 1, -1), as text "0/1/-1". every:
     evict again each time this many tokens have been generated, to the prompt's number of entries, so that memory is
     bounded; None for the end of prompts only.
+
+    answer: while decoding, evict only entries of this turn's answer, down to a number or a share of the answer's tokens
+    so far, or "remaining": the part of the budget that the prompt left. None: prompt and answer share the budget.
+    grows: while decoding, a share of the budget is one of all tokens, generated ones included.
     """
 
     budget: Budget
     skip_layers: Layers = 0
     every: int | None = None
+    answer: Budget | str | int | float | None = None
+    grows: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "skip_layers", parse_layers(self, self.skip_layers))
@@ -36,10 +43,28 @@ class ScoredEvictor(Evictor, takes_quotas=True):
             check_int(self, "every", self.every, 1)
         object.__setattr__(self, "budget", Budget.parse(self.budget))
         self.budget.refuse_fewer(self.least_budget, type(self).__name__, self.why_minimum)
+        if self.answer is not None or self.grows:
+            answer = parse_answer(self, self.answer, self.every, why=self.why_minimum)
+            object.__setattr__(self, "answer", answer)
+
+    @property
+    def traits(self) -> Traits:
+        # The numbers of entries then depend on the answer's length.
+        changed = self.keeps_prompt or self.grows
+        return replace(self.TRAITS, fixed_counts=False) if changed else self.TRAITS
 
     @property
     def when(self) -> When:
         return When(steps=self.every)
+
+    @property
+    def keeps_prompt(self) -> bool:
+        return self.answer is not None
+
+    def answer_entries(self, generated: int, prompt: int, budget: int) -> int:
+        if isinstance(self.answer, Budget):
+            return self.answer.entries(generated, self.minimum)
+        return super().answer_entries(generated, prompt, budget)
 
     @property
     def least_budget(self) -> int:
@@ -80,6 +105,7 @@ class Wrapper(DelegatingEvictor):
                 f"{type(self).__name__}: base must be an evictor that ranks entries by scores alone, such as "
                 f"SnapKV(budget=0.2) or KNorm(budget=0.2), got {self.base!r}"
             )
+        refuse_answer(self, self.base)
 
     def ranks(self, ctx: LayerContext, kept: tuple[int, ...]) -> Tensor:
         """Return [B, H, N], or [B, Hq, N], the ranks for `select`, with ``kept[b]`` entries kept in row b."""
@@ -98,7 +124,7 @@ def keep_best(evictor: ScoredEvictor | Wrapper, ctx: LayerContext, counts: tuple
 
 
 def hide_padding(ctx: LayerContext, scores: Tensor) -> Tensor:
-    return scores if ctx.valid is None else scores.masked_fill(~_per_head(ctx.valid, scores.shape[1]), float("-inf"))
+    return scores if ctx.valid is None else scores.masked_fill(~per_head(ctx.valid, scores.shape[1]), float("-inf"))
 
 
 def scored_by_name(
@@ -127,9 +153,9 @@ def apply_protection(
     if not insist:
         scores = scores.clamp(max=most)
     if ctx.protected is not None:
-        scores = scores.masked_fill(_per_head(ctx.protected[:, :heads, -size:], heads), float("inf"))
+        scores = scores.masked_fill(per_head(ctx.protected[:, :heads, -size:], heads), float("inf"))
     if ctx.quotas is not None:
-        segment = _per_head(ctx.quotas.segment[:, :heads, -size:], heads)
+        segment = per_head(ctx.quotas.segment[:, :heads, -size:], heads)
         for part, count in enumerate(ctx.quotas.counts.T, 1):
             inside = segment == part
             own = scores.clamp(min=-most).masked_fill(~inside, float("-inf"))
@@ -138,7 +164,7 @@ def apply_protection(
     return scores, tuple(map(max, kept, must))
 
 
-def _per_head(part: Tensor, heads: int) -> Tensor:
+def per_head(part: Tensor, heads: int) -> Tensor:
     return part if part.shape[1] == 1 else part.repeat_interleave(heads // part.shape[1], 1)
 
 

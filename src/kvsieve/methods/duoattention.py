@@ -20,6 +20,7 @@ from kvsieve.core.selection import pack_ragged, top_mask
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import ScoredEvictor, apply_protection, check_int, first_real, skipped, skips
+from kvsieve.planning.answers import refuse_answer
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.profiles import Heads, Profile, array_of, numbers
@@ -47,6 +48,7 @@ class DuoAttention(ScoredEvictor, heads="all", ragged=True, query_aware=False):
         except (TypeError, ValueError) as error:
             raise PlanError(f"DuoAttention: heads must be numbers, [layers][KV heads]: {error}") from error
         super().__post_init__()
+        refuse_answer(self, self)
 
     def retrieving(self, heads: int, length: int, budget: int) -> int:
         """Return the number of heads, of `heads`, that keep all `length` entries if `budget` is their average."""

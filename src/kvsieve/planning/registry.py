@@ -121,7 +121,7 @@ _METHODS: dict[str, MethodInfo] = {}
 _CALIBRATED = frozenset({"tsp_layer", "window", "kernel", "pooling", "tau"})
 
 # Fields of evictors and readers that are parameters of every method with one.
-_SHARED = ("skip_layers", "every", "newest", "sparse_questions")
+_SHARED = ("skip_layers", "every", "answer", "grows", "newest", "sparse_questions")
 
 
 def shared_options(*parts: Role | None) -> dict[str, Any]:

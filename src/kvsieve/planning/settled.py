@@ -52,8 +52,6 @@ def plan_of(info: MethodInfo, arguments: Mapping[str, Any]) -> Plan:
     if "floor" not in inspect.signature(info.make).parameters:
         parameters.pop("floor", None)
     plan = info.make(**parameters)
-    if floor is not None:
-        plan = dataclasses.replace(plan, **{role: with_floor(vars(plan)[role], floor) for role in plan.roles})
     changed: dict[str, Any] = {}
     parts: dict[str, Role | None] = {"evict": plan.evict, "read": plan.read}
     for role, part in parts.items():
@@ -61,6 +59,8 @@ def plan_of(info: MethodInfo, arguments: Mapping[str, Any]) -> Plan:
         if part is not None and names:
             changed[role] = dataclasses.replace(part, **{name: shared[name] for name in names})  # type: ignore[type-var]
     plan = dataclasses.replace(plan, **changed)
+    if floor is not None:
+        plan = dataclasses.replace(plan, **{role: with_floor(vars(plan)[role], floor) for role in plan.roles})
     return dataclasses.replace(plan, name=info.name, profile=profile.fingerprint if profile else plan.profile)
 
 

@@ -13,6 +13,7 @@ from kvsieve.core.selection import pack_ragged
 from kvsieve.errors import PlanError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import SieveLayer
+from kvsieve.hf.forward.answers import counted_lengths, keep_prompt
 from kvsieve.hf.forward.recent import aligned, stored_slots
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.protection import lost
@@ -33,18 +34,16 @@ def evict(plan: Plan, ctx: LayerContext, cache: SieveCache, due: tuple[bool, ...
     turn = cache.turn
     prompt = step.phase == "prefill"
     record = turn.record
-    # While decoding, a share stays that of the prompt: otherwise nothing would bound the memory.
-    lengths = step.lengths if prompt else conversation.prompt_lengths
-    if conversation.short_prompt is not None:
-        lengths = conversation.short_prompt.lengths
+    lengths = counted_lengths(evictor, step, conversation)
     counts = tuple(evictor.entries(length, turn.new_tokens) for length in lengths)
+    shown, slots = aligned(ctx)
+    shown, counts = keep_prompt(evictor, shown, counts, conversation.prompt_lengths)
     if not all(due):
         rows = zip(counts, ctx.stored, due, strict=True)
         counts = tuple(count if acts else max(count, stored) for count, stored, acts in rows)
     if prompt:
         record.asked = max(evictor.requested(length, turn.new_tokens) for length in lengths)
         record.raised_to = max(counts) if max(counts) > record.asked else None
-    shown, slots = aligned(ctx)
     chosen = evictor.select(shown, counts)
     if not all(due) and isinstance(chosen, Selection):
         chosen = _in_rows(chosen, shown, due)
@@ -53,6 +52,8 @@ def evict(plan: Plan, ctx: LayerContext, cache: SieveCache, due: tuple[bool, ...
         if selection is None:
             continue
         if index == ctx.layer_idx:
+            if evictor.keeps_prompt and not prompt:
+                check_protected(evictor, shown, selection)
             selection = stored_slots(selection, slots)
         layer = cache.sieve_layers[index]
         if conversation.protected is not None:

@@ -72,6 +72,17 @@ class DelegatingEvictor(Evictor):
         return self.base.why_not_edited
 
     @property
+    def grows(self) -> bool:
+        return self.base.grows
+
+    @property
+    def keeps_prompt(self) -> bool:
+        return self.base.keeps_prompt
+
+    def answer_entries(self, generated: int, prompt: int, budget: int) -> int:
+        return self.base.answer_entries(generated, prompt, budget)
+
+    @property
     def skip_layers(self) -> Layers:
         return self.base.skip_layers
 

@@ -53,6 +53,26 @@ class Evictor(Role):
         return None if self.when.steps is None else (self.when.steps, prompt)
 
     @property
+    def grows(self) -> bool:
+        """True if a share counts generated tokens while decoding; otherwise it stays that of the prompt."""
+        return False
+
+    @property
+    def keeps_prompt(self) -> bool:
+        """True if it evicts only the answer's entries while decoding; all others are then in ``ctx.protected``."""
+        return False
+
+    def answer_entries(self, generated: int, prompt: int, budget: int) -> int:
+        """Return the entries of the answer that it keeps while decoding, if `keeps_prompt`.
+
+        Args:
+            generated: tokens of the answer so far.
+            prompt: entries stored of everything before the answer, in the fullest head.
+            budget: `entries` of the whole conversation.
+        """
+        return max(budget - prompt, self.minimum)
+
+    @property
     def skip_layers(self) -> Layers:
         """Layers that keep everything: how many at the start, or which."""
         return 0

@@ -14,9 +14,9 @@ R = TypeVar("R", bound=Role)
 
 
 def budgets_of(role: Role | None) -> Iterator[Budget]:
-    """Yield the budgets of a role, including those of a wrapped one."""
-    for value in _fields(role).values():
-        if isinstance(value, Budget):
+    """Yield the budgets of a role, including those of a wrapped one, without those of answers."""
+    for name, value in _fields(role).items():
+        if isinstance(value, Budget) and name != "answer":
             yield value
         elif isinstance(value, Role):
             yield from budgets_of(value)
