@@ -1,0 +1,106 @@
+"""CORM: Cache Optimization with Recent Message for Large Language Model Inference (arXiv 2404.15949).
+
+A key is important to the query of step t if its attention weight is at least 1/t. An entry is evicted once none of the
+last `queries` queries found its key important; the `recent` newest entries stay. Heads keep as many entries as that
+gives: there is no budget, unless `budget` sets a limit, by which the entries go that were important longest ago.
+
+Differences from the reference: t counts the row's tokens, evicted ones included; a key is important to a group if it is
+to one of its query heads; evicts at the end of prompts by the same rule, and after every token; the limit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvsieve.core.scoring import window_weights
+from kvsieve.lazy import Tensor, torch
+from kvsieve.methods.base import ScoredEvictor, check_int, last_real, positions, skips
+from kvsieve.methods.decoding import BLOCK, carried, limited
+from kvsieve.planning.registry import register_method
+from kvsieve.types import LayerContext, Selection, When
+
+
+@register_method(
+    "corm",
+    title="CORM",
+    paper="arXiv 2404.15949",
+    phase="end of prompt, decode",
+    query_aware=True,
+    summary="Evict entries that no recent query gave an average weight, as many as that gives.",
+    budget="100%",
+)
+@dataclass(frozen=True, kw_only=True)
+class CORM(ScoredEvictor, heads="own", ragged=True, query_aware=True):
+    """Keep recent entries and those important to one of the last queries.
+
+    budget: the most entries per KV head; "100%" for no limit. queries: last queries that count. recent: newest entries,
+    always kept.
+    """
+
+    every: int | None = 1
+    queries: int = 256
+    recent: int = 256
+
+    def __post_init__(self) -> None:
+        check_int(self, "queries", self.queries, 1)
+        check_int(self, "recent", self.recent, 1)
+        super().__post_init__()
+
+    @property
+    def when(self) -> When:
+        return When(steps=self.every, observes=True)
+
+    @property
+    def minimum(self) -> int:
+        return self.recent + 1
+
+    @property
+    def why_minimum(self) -> str:
+        return f"{self.recent} recent ones and one more"
+
+    def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
+        if skips(self.skip_layers, ctx):
+            return None
+        if "asked" not in ctx.state:
+            self.observe(ctx)
+        now = torch.tensor(ctx.step.lengths).to(ctx.keys.device, non_blocking=True)[:, None, None]
+        asked = ctx.state["asked"]
+        recent = last_real(ctx, self.recent)
+        stays = (asked > now - self.queries) | recent
+        # From the newest step on; weights of entries that stay are below.
+        age = (asked - now).float().masked_fill(recent, float("inf"))
+        selection = limited(self, ctx, age, stays, counts)
+        for name in ("asked", "index") if selection is not None else ():
+            ctx.state[name] = ctx.state[name].gather(-1, selection.indices)
+        return selection
+
+    def observe(self, ctx: LayerContext) -> None:
+        """Record, for each entry, the step of the last query to which it was important."""
+        if skips(self.skip_layers, ctx):
+            return
+        index = ctx.index if ctx.valid is None else ctx.index.masked_fill(~ctx.valid, -1)
+        asked = self._important(ctx)
+        known = ctx.state.get("index")
+        if known is not None:
+            asked = torch.maximum(asked, carried(ctx.state["asked"], known, index))
+        ctx.state["asked"], ctx.state["index"] = asked, index.clone()
+
+    def _important(self, ctx: LayerContext) -> Tensor:
+        """Return the step of this pass's last query to which each entry is important, int64 [B, H, N]; 0 for none."""
+        heads, length = ctx.keys.shape[1:3]
+        new = ctx.query.shape[2]
+        steps = positions(ctx)[:, :1, -new:] + 1
+        found = torch.zeros(ctx.keys.shape[:3], dtype=torch.int64, device=ctx.keys.device)
+        for start in range(max(new - self.queries, 0), new, BLOCK):
+            stop = min(start + BLOCK, new)
+            seen = length - new + stop
+            step = steps[:, :, start:stop, None]
+            asked = ctx.asks(ctx.query[:, :, start:stop])
+            valid = None if ctx.valid is None else ctx.valid[:, :, :seen]
+            end = 0
+            for weights in window_weights(asked, ctx.keys[:, :, :seen], valid=valid):
+                important = weights.unflatten(1, (heads, -1)).amax(2) * step >= 1
+                part = slice(end, end + important.shape[-1])
+                found[..., part] = torch.maximum(found[..., part], (important * step).amax(2))
+                end = part.stop
+        return found
