@@ -81,7 +81,7 @@ def test_without_a_profile_depth_and_digits_decide():
 
 
 # Left out: methods with a parameter that no model's shape gives, of which specprefill's is a draft model.
-NEED_MORE = ("per-layer", "finch", "specprefill")
+NEED_MORE = ("per-layer", "finch", "specprefill", "threshold")
 
 
 @pytest.mark.parametrize("name", [name for name in kvsieve.list_methods() if name not in NEED_MORE])

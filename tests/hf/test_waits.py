@@ -25,6 +25,7 @@ MORE = {
     "adakv": (ONCE + 1, 1),
     "asl": (6, 0),
     "cake": (ONCE, 2),
+    "corm": (ONCE, 1),
     "dynamickv": (ONCE, 3),
     "flashprefill": (CHECKS + 2, 1),
     "flexprefill": (CHECKS + 2, 1),
@@ -34,6 +35,7 @@ MORE = {
     "mixed": (ONCE + 6, 17),
     "specprefill": (13, 0),
     "squeezeattention": (ONCE, 2),
+    "threshold": (ONCE, 1),
     "xattention": (CHECKS + 2, 1),
     "zigzagkv": (ONCE, 2),
 }

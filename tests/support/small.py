@@ -35,6 +35,7 @@ PARAMETERS = {
     "chunkkv": {"chunk_length": 4},
     # Its own default, the first four layers, is all that a tiny model has.
     "claa": {"skip_layers": 0},
+    "corm": {"queries": 6},
     "finch": {"chunk_length": 32},
     "flashprefill": BLOCKS,
     "flexprefill": BLOCKS,
@@ -43,10 +44,15 @@ PARAMETERS = {
     "kvzip": {"chunk_length": 64, "repeat_ids": (), "go_on_ids": (), "answer_ids": ()},
     "minference": BLOCKS,
     "pyramidinfer": {"min_context": 8, "rate": 0.3, "recent": 0.1},
+    "roco": {"recent": 0.3, "newest": 2},
     "sagekv": {"recent": 0.5},
+    "scope": {"base": "knorm", "answer": "40%"},
     # More is read than the budget lets be stored, so that there is something to evict.
     "specprefill": {"keep": "80%", "chunk_length": 4, "keep_last": 4, "smooth": 3, "lookahead": 3},
     "staged": {"early_layer": 0},
+    # So low that the budget alone decides.
+    "threshold": {"base": "knorm", "threshold": -1e9},
+    "vase": {"large": 3},
     "lookahead": {"lookahead": 3},
     "xattention": {**BLOCKS, "stride": 2, "threshold": 0.6},
 }

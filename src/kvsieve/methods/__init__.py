@@ -8,6 +8,7 @@ from kvsieve.methods import (
     chunkkv,
     claa,
     compact_attention,
+    corm,
     criticalkv,
     critiprefill,
     duoattention,
@@ -34,23 +35,29 @@ from kvsieve.methods import (
     lookahead,
     minference,
     mixed,
+    morphkv,
     outlier,
     per_turn,
     pyramidinfer,
     pyramidkv,
     qfilters,
     quest,
+    random,
     rocketkv,
+    roco,
     rotated,
     sage_kv,
     schedule,
+    scope,
     snapkv,
     sparq,
     specprefill,
     squeezeattention,
     staged,
     streaming_llm,
+    threshold,
     tova,
+    vase,
     xattention,
     zigzagkv,
 )
@@ -62,6 +69,7 @@ from kvsieve.methods.cake import CAKE, CakeScores
 from kvsieve.methods.chunkkv import ChunkKV
 from kvsieve.methods.claa import CrossLayerTSP
 from kvsieve.methods.compact_attention import CompactAttention
+from kvsieve.methods.corm import CORM
 from kvsieve.methods.criticalkv import CriticalKV
 from kvsieve.methods.critiprefill import CritiPrefill
 from kvsieve.methods.duoattention import DuoAttention
@@ -86,28 +94,35 @@ from kvsieve.methods.kvzip import KVzip
 from kvsieve.methods.lagkv import LagKV
 from kvsieve.methods.lookahead import Lookahead
 from kvsieve.methods.minference import MInference
+from kvsieve.methods.morphkv import MorphKV
 from kvsieve.methods.outlier import Outlier
 from kvsieve.methods.per_turn import PerTurn
 from kvsieve.methods.pyramidinfer import PyramidInfer
 from kvsieve.methods.pyramidkv import PyramidKV
 from kvsieve.methods.qfilters import QFilters
 from kvsieve.methods.quest import Quest
+from kvsieve.methods.random import Random
 from kvsieve.methods.rocketkv import RocketEviction
+from kvsieve.methods.roco import RoCo
 from kvsieve.methods.rotated import Rotated
 from kvsieve.methods.sage_kv import SageKV
 from kvsieve.methods.schedule import PerLayer
+from kvsieve.methods.scope import Scope
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.methods.sparq import SparQ
 from kvsieve.methods.specprefill import SpecPrefill
 from kvsieve.methods.squeezeattention import SqueezeAttention
 from kvsieve.methods.staged import StagedTSP
 from kvsieve.methods.streaming_llm import StreamingLLM
+from kvsieve.methods.threshold import Threshold
 from kvsieve.methods.tova import TOVA
+from kvsieve.methods.vase import VaSE
 from kvsieve.methods.xattention import XAttention
 from kvsieve.methods.zigzagkv import ZigZagKV
 
 __all__ = [
     "CAKE",
+    "CORM",
     "FP8",
     "H2O",
     "HQQ",
@@ -141,6 +156,7 @@ __all__ = [
     "LagKV",
     "Lookahead",
     "MInference",
+    "MorphKV",
     "Outlier",
     "PerLayer",
     "PerTurn",
@@ -148,9 +164,12 @@ __all__ = [
     "PyramidKV",
     "QFilters",
     "Quest",
+    "Random",
+    "RoCo",
     "RocketEviction",
     "Rotated",
     "SageKV",
+    "Scope",
     "ScoredEvictor",
     "SnapKV",
     "SparQ",
@@ -158,6 +177,8 @@ __all__ = [
     "SqueezeAttention",
     "StagedTSP",
     "StreamingLLM",
+    "Threshold",
+    "VaSE",
     "XAttention",
     "ZigZagKV",
     "a_shape",
@@ -167,6 +188,7 @@ __all__ = [
     "chunkkv",
     "claa",
     "compact_attention",
+    "corm",
     "criticalkv",
     "critiprefill",
     "duoattention",
@@ -193,23 +215,29 @@ __all__ = [
     "lookahead",
     "minference",
     "mixed",
+    "morphkv",
     "outlier",
     "per_turn",
     "pyramidinfer",
     "pyramidkv",
     "qfilters",
     "quest",
+    "random",
     "rocketkv",
+    "roco",
     "rotated",
     "sage_kv",
     "schedule",
+    "scope",
     "snapkv",
     "sparq",
     "specprefill",
     "squeezeattention",
     "staged",
     "streaming_llm",
+    "threshold",
     "tova",
+    "vase",
     "xattention",
     "zigzagkv",
 ]
