@@ -70,8 +70,9 @@ class CORM(ScoredEvictor, heads="own", ragged=True, query_aware=True):
         # From the newest step on; weights of entries that stay are below.
         age = (asked - now).float().masked_fill(recent, float("inf"))
         selection = limited(self, ctx, age, stays, counts)
-        for name in ("asked", "index") if selection is not None else ():
-            ctx.state[name] = ctx.state[name].gather(-1, selection.indices)
+        if selection is not None:
+            for name in ("asked", "index"):
+                ctx.state[name] = ctx.state[name].gather(-1, selection.indices)
         return selection
 
     def observe(self, ctx: LayerContext) -> None:
