@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attend import AttentionTerms, asking, by
-from kvsieve.attention import AttentionRequest, Reading, ReadRows, attend, executors
+from kvsieve.attention import AttentionRequest, Reading, ReadRows, SharedChoices, Sharing, attend, executors
 from kvsieve.attention.paged import CompiledReading, why_not_compiled
 from kvsieve.cache import DenseStore, group_rows, keep
 from kvsieve.cache.contract import View
@@ -36,11 +36,14 @@ READERS = {
 }
 
 
-def dense(length: int, batch: int = 1, valid=None, dtype=torch.float32, dim: int = DIM, wide: int = DIM) -> DenseStore:
+def dense(
+    length: int, batch: int = 1, valid=None, dtype=torch.float32, dim: int = DIM, wide: int = DIM, tokens=None
+) -> DenseStore:
     torch.manual_seed(length + dim)
     store = DenseStore()
     keys, values = torch.randn(batch, HEADS, length, dim) + 0.1, torch.randn(batch, HEADS, length, wide)
-    store.append(keys.to(dtype), values.to(dtype), torch.arange(length)[None], valid, reserve=2)
+    tokens = torch.arange(length) if tokens is None else tokens
+    store.append(keys.to(dtype), values.to(dtype), tokens[None], valid, reserve=2)
     return store
 
 
@@ -127,6 +130,47 @@ def test_several_tokens_choose_one_after_another(name, ragged):
         store.drop_last([taken] * 2)
         for grouped in (ours, theirs, alone):
             assert grouped.drop_last(store)
+
+
+@pytest.mark.parametrize("new", [1, 4])
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("name", ["quest", "hsa", "hsa-any", "sparq-no-mean"])
+def test_a_layer_reads_what_another_has_chosen(name, padded, new):
+    """The anchor's choices are noted, and read by another layer, with other tokens and heads, as by torch."""
+    reader, setting = READERS[name]
+    reader = dataclasses.replace(reader, share=2)
+    valid = torch.ones(2, 90, dtype=torch.bool)
+    if padded:
+        valid[1, :7] = False
+    # The other layer stores other tokens from some place on.
+    tokens = torch.cat([torch.arange(40), torch.arange(43, 93)])
+    stores = [dense(90, 2, valid if padded else None, tokens=one) for one in (None, tokens)]
+    readings = []
+    for store in stores:
+        of_layer = [group_rows(store, None, [setting] * 2) for _ in range(2)]
+        for group in [group for grouped in of_layer for group in grouped.groups]:
+            group.note_tokens(store)
+        readings.append([Reading(reader, grouped, (False,) * len(grouped.groups)) for grouped in of_layer])
+    for _ in range(3):
+        for store in stores:
+            another(store, new)
+        query = torch.randn(2, 2, HEADS * GROUPS, new, DIM)
+        outs = []
+        for at, executor in enumerate(("C, in one call", "group by group")):
+            choices = SharedChoices()
+            for layer, store in enumerate(stores):
+                sharing = Sharing(choices, layer, 0, 5, (1, 0) if layer else None)
+                stored = ReadRows(readings[layer][at], store, None, sharing)
+                request = AttentionRequest(asking(query[layer], 0.2), stored)
+                assert executors(request)[0].why_not(request) is None
+                outs.append(by(executor, request))
+                for later in range(new)[::-1]:
+                    count(readings[layer][at], store, Reads(), later)
+            shared = readings[1][at].shared
+            assert shared is not None and shared.source is readings[0][at] and shared.entries[0] is not None
+            assert all(not group.state for group in readings[1][at].grouped.groups)
+        torch.testing.assert_close(outs[0], outs[2], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(outs[1], outs[3], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["quest", "hsa", "sparq"])

@@ -79,6 +79,8 @@ def _reader_reasons(read: Reader) -> list[str]:
         reasons.append("per_query_head=True: a KV head's pages are read once for all its query heads")
     if not read.newest:
         reasons.append("newest=False: the page that is being filled is always read")
+    if read.shares:
+        reasons.append("share: every layer of vLLM's chooses its own pages")
     if read.sparse_questions:
         reasons.append("sparse_questions=True: prompts are read by kernels that attend to every block")
     return reasons

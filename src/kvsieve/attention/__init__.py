@@ -12,6 +12,7 @@ from kvsieve.attention.request import (
     Shown,
     Window,
 )
+from kvsieve.attention.shared import SharedChoices, Sharing
 from kvsieve.attention.table import attend, executors, explain, is_for_token_kernel, next_border
 
 __all__ = [
@@ -25,6 +26,8 @@ __all__ = [
     "Near",
     "ReadRows",
     "Reading",
+    "SharedChoices",
+    "Sharing",
     "Shown",
     "UpProjection",
     "Window",

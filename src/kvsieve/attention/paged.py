@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from kvsieve.cache import LayerMemory, RowGroups
 from kvsieve.core.page_recipe import PageRecipe, page_table, value_mean
 from kvsieve.kernels.cpu import reading as native
 from kvsieve.types import AttentionQueries
+
+if TYPE_CHECKING:
+    from kvsieve.attention.shared import Correspondence, Entries
 
 
 def why_not_compiled(query: Tensor, store: LayerMemory, recipes: Sequence[PageRecipe | None]) -> str | None:
@@ -52,10 +56,16 @@ class CompiledReading:
         grouped: the KV rows.
         recipes: of each group, None where all of it is read.
         query_heads: of the layer.
+        shared: how an anchor's choices apply, which are read in place of own ones; None to choose.
     """
 
     def __init__(
-        self, store: LayerMemory, grouped: RowGroups, recipes: Sequence[PageRecipe | None], query_heads: int
+        self,
+        store: LayerMemory,
+        grouped: RowGroups,
+        recipes: Sequence[PageRecipe | None],
+        query_heads: int,
+        shared: Correspondence | None = None,
     ) -> None:
         keys = store.buffers()[0]
         self.grouped = grouped
@@ -68,10 +78,46 @@ class CompiledReading:
         # Of each group: its first KV row here, and where its table and its sums lie.
         self._starts = [sum(len(group.row) for group in grouped.groups[:at]) for at in range(len(grouped.groups))]
         self._tables: list[tuple[int, int, int] | None] = [None] * len(grouped.groups)
+        # Entries of each KV row that an anchor has chosen.
+        self._given = -1
+        self._shared = shared
         self._fill()
 
-    def attend(self, asked: AttentionQueries, store: LayerMemory) -> Tensor:
-        """Attend with the last L stored tokens, each after the one before: queries [B, Hq, L, D] -> [B, Hq, L, Dv]."""
+    def room_for_choices(self, new: int) -> Tensor:
+        """Return an empty int64 [X, L, k] for the entries that all KV rows choose for L tokens."""
+        most = max((recipe.count for recipe in self.recipes if recipe is not None), default=0)
+        return torch.empty(len(self._job.rows), new, most, dtype=torch.int64)
+
+    def choices(self, noted: Tensor, store: LayerMemory) -> list[Entries]:
+        """Return the chosen entries of each token and group, of those that `attend` has noted."""
+        new = noted.shape[1]
+        found: list[Entries] = []
+        for at in range(new):
+            parts: Entries = []
+            for start, group, recipe in zip(self._starts, self.grouped.groups, self.recipes, strict=True):
+                if recipe is None:
+                    parts.append(None)
+                    continue
+                count = min(recipe.count, self.grouped.entries(store, group) - new + 1 + at)
+                parts.append(noted[start : start + len(group.row), at, :count])
+            found.append(parts)
+        return found
+
+    def attend(
+        self,
+        asked: AttentionQueries,
+        store: LayerMemory,
+        given: Tensor | None = None,
+        noted: Tensor | None = None,
+    ) -> Tensor:
+        """Attend with the last L stored tokens, each after the one before: queries [B, Hq, L, D] -> [B, Hq, L, Dv].
+
+        Args:
+            asked: the queries.
+            store: holds the entries.
+            given: int64 [X', L, k], entries that the anchor's KV rows chose; needed with `shared`.
+            noted: int64 [X, L, k], gets the entries that are chosen.
+        """
         batch, query_heads, new = asked.query.shape[:3]
         self._follow(store)
         for at, recipe in enumerate(self.recipes):
@@ -81,7 +127,9 @@ class CompiledReading:
         if sinks is not None:
             sinks = sinks.view(self.grouped.heads, -1).repeat(batch, 1).float().contiguous()
         more = (store.size - self.grouped.stored) // self.grouped.stride
-        out = self._job.run(asked.query.contiguous(), more, asked.scale, asked.softcap, sinks)
+        if given is not None:
+            self._read_given(given.shape[-1])
+        out = self._job.run(asked.query.contiguous(), more, asked.scale, asked.softcap, sinks, given, noted)
         return out.view(batch, query_heads, new, -1)
 
     def _fill(self) -> None:
@@ -99,10 +147,29 @@ class CompiledReading:
                 row.size = group.size
                 if body is not None:
                     row.kept, row.body = body.shape[1], body[at].data_ptr()
+                row.place = start + at if recipe is not None else -1
                 if recipe is not None:
                     row.page = recipe.page
                     row.channels = recipe.channels
                     row.count = recipe.count
+
+    def _read_given(self, count: int) -> None:
+        """Tell the KV rows where they find what an anchor has chosen for them, `count` entries each."""
+        shared = self._shared
+        if count == self._given or shared is None:
+            return
+        self._given = count
+        parts = zip(self._starts, self.grouped.groups, shared.places, shared.rows, shared.entries, strict=True)
+        for (start, group, first, rows, entries), whole in zip(parts, shared.source.whole, strict=True):
+            if whole:
+                continue
+            places = range(len(group.row)) if rows is None else rows.tolist()
+            for at, place in enumerate(places):
+                row = self._job.rows[start + at]
+                row.place = first + place
+                row.count = count
+                if entries is not None:
+                    row.map, row.mapped = entries[at].data_ptr(), entries.shape[1]
 
     def _follow(self, store: LayerMemory) -> None:
         """Update the addresses of keys and values if they have changed."""

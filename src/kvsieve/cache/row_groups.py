@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.cache.contract import LayerMemory, View
+from kvsieve.cache.entry_tokens import EntryTokens, entry_tokens
 from kvsieve.cache.packed import PackedStore
 from kvsieve.cache.ragged import RaggedStore
 from kvsieve.cache.tensors import tensors_in
@@ -28,8 +29,10 @@ class Group:
         tail: as in KVRows, within that row.
         size: entries of each.
         state: the reader's metadata.
-        cost: of the last sparse read: entries read, bytes of metadata read, stored entries; None before the first.
+        cost: of the last sparse read: entries read (None for all), bytes of metadata read, stored entries; None before
+            the first.
         known: entries counted as part of the metadata.
+        tokens: of the entries at the time of grouping; None unless layers share choices.
     """
 
     setting: Any
@@ -39,8 +42,9 @@ class Group:
     tail: Tensor
     size: int
     state: dict[str, Any] = field(default_factory=dict)
-    cost: tuple[int, int, int] | None = None
+    cost: tuple[int | None, int, int] | None = None
     known: int = 0
+    tokens: EntryTokens | None = None
     _incremental: list[IncrementalMetadata] | None = None
     _flat: tuple[int, Tensor | None, Tensor] | None = None
 
@@ -60,6 +64,15 @@ class Group:
             self._flat = capacity, body, self.tail + start
         return self._flat[1:]
 
+    def note_tokens(self, store: LayerMemory) -> None:
+        """Find the tokens of the entries, right after grouping."""
+        self.tokens = entry_tokens(store, self.row, self.body, self.tail, self.size)
+
+    def forget(self) -> None:
+        """Drop the reader's metadata."""
+        self.state = {}
+        self._incremental = None
+
     def keep_first(self, entries: int) -> bool:
         """Let the reader's metadata forget all but the first `entries` entries; return False if it cannot."""
         self.known = min(self.known, entries)
@@ -72,6 +85,8 @@ class Group:
     def all_tensors(self) -> Iterator[Tensor]:
         """Yield every tensor of the slot lists and of the reader's metadata."""
         yield from tensors_in((self.kv_rows, self.row, self.body, self.tail, self._flat))
+        if self.tokens is not None:
+            yield from self.tokens.all_tensors()
         for part in self.state.values():
             yield from (part,) if isinstance(part, Tensor) else part.all_tensors()
 
@@ -114,7 +129,7 @@ class RowGroups:
         keys, values = store.slot_rows()
         body, tail = group.flat(store.capacity)
         size = self.entries(store, group) - later if length is None else self.most(store, group)
-        return KVRows(keys, values, body, tail, self.stride, size, length)
+        return KVRows(keys, values, body, tail, self.stride, size, length, self.heads)
 
     def all_tensors(self) -> Iterator[Tensor]:
         """Yield every tensor of the readers' metadata and of the slot lists."""

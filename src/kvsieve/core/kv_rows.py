@@ -134,6 +134,7 @@ class KVRows:
         stride: slots from one entry after the first K to the next.
         size: entries of each KV row; with `length`, an upper bound.
         length: entries that exist, on the device; the others may be read but must not be chosen. None: all exist.
+        heads: consecutive KV rows that belong to one batch row, where its heads have as many entries.
     """
 
     keys: SlotRows
@@ -143,6 +144,7 @@ class KVRows:
     stride: int
     size: int
     length: DeviceLength | None = None
+    heads: int = 1
 
     @property
     def in_buffers(self) -> bool:

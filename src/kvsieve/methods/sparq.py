@@ -41,8 +41,8 @@ from kvsieve.types import AttentionQueries
 class SparQ(BudgetReader, static_shapes=True):
     """Attend to the entries with the highest logits estimated from few channels.
 
-    mean_value: blend in the mean of values. per_query_head: a choice for each query head, not one for those that share
-    a KV head.
+    mean_value: blend in the mean of values, in layers that choose. per_query_head: a choice for each query head, not
+    one for those that share a KV head.
     """
 
     mean_value: bool = True

@@ -118,10 +118,10 @@ class MethodInfo:
 
 _METHODS: dict[str, MethodInfo] = {}
 # Parameters that calibration finds: a method with one of them also takes `profile`.
-_CALIBRATED = frozenset({"tsp_layer", "window", "kernel", "pooling", "tau"})
+_CALIBRATED = frozenset({"tsp_layer", "window", "kernel", "pooling", "tau", "anchor_heads"})
 
 # Fields of evictors and readers that are parameters of every method with one.
-_SHARED = ("skip_layers", "every", "answer", "grows", "newest", "sparse_questions")
+_SHARED = ("skip_layers", "every", "answer", "grows", "newest", "sparse_questions", "share")
 
 
 def shared_options(*parts: Role | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from kvsieve.attention import (
     FlatEntries,
     Reading,
     ReadRows,
+    Sharing,
     attend,
     explain,
 )
@@ -34,6 +35,8 @@ class CounterValues(Protocol):
     values: Tensor
 
     def length(self, at: slice) -> DeviceLength: ...
+
+    def sharing(self, index: int) -> Sharing | None: ...
 
 
 class DeviceCounters:
@@ -165,18 +168,20 @@ class RecordedLayer(SieveLayer):
         """Store the tokens' entries, and attend: queries [B, Hq, L, D] -> [B, Hq, L, Dv]."""
         self.store.put(key, value, numbers.values[self.slots])
         request: AttentionRequest[Any, None] = AttentionRequest(
-            asked, self._stored([numbers.length(at) for at in self.lengths])
+            asked, self._stored([numbers.length(at) for at in self.lengths], numbers.sharing(self.index))
         )
         if self.executor is None:
             self.executor = explain(request)
         return attend(request)
 
-    def _stored(self, lengths: list[DeviceLength]) -> DenseEntries | FlatEntries | EncodedEntries | ReadRows:
+    def _stored(
+        self, lengths: list[DeviceLength], sharing: Sharing | None
+    ) -> DenseEntries | FlatEntries | EncodedEntries | ReadRows:
         """Return the first of all slots, as many as the lengths on the device."""
         if self.encoded is not None:
             return EncodedEntries(self.encoded.store, lengths[0])
         if self.reading is not None:
-            return ReadRows(self.reading, self.store, lengths)
+            return ReadRows(self.reading, self.store, lengths, sharing)
         keys, values, _, valid = self.tensors[:4]
         assert keys is not None and values is not None
         if not self.store.is_ragged:

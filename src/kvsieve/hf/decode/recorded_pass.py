@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsieve.attention import Reading
+from kvsieve.attention import Reading, SharedChoices
 from kvsieve.core.kv_rows import DeviceLength
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.cache.cache import SieveCache
@@ -100,7 +100,9 @@ class RecordedPass(Session):
 
         A layer's KV rows are first read eagerly: that builds their metadata, and measures the cost of reading.
         """
-        if not all(recorded.knows(recorded.store) for recorded in self.layers):
+        readings = [recorded.reading for recorded in self.layers]
+        settled = all(reading is None or reading.is_settled(readings) for reading in readings)
+        if not settled or not all(recorded.knows(recorded.store) for recorded in self.layers):
             return "a first pass of the reader is run eagerly"
         for recorded in self.layers:
             recorded.make_room()
@@ -154,9 +156,11 @@ class RecordedPass(Session):
     def run(self) -> Tensor:
         """Return hidden states [B, L, C] of the tokens in `inputs`, whose entries get stored; the numbers advance."""
         self._lengths = {}
+        self.choices = SharedChoices()
         out = self.forward(**self.inputs, **self._given)
         self.values.add_(self._steps)
         self._lengths = {}
+        self.choices = SharedChoices()
         return out.last_hidden_state
 
     def activate(self) -> contextlib.AbstractContextManager[None]:

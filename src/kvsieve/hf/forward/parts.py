@@ -39,8 +39,10 @@ class PartSession(Session):
 
     def read(self, index: int, layer: SieveLayer, asked: AttentionQueries) -> Tensor:
         """Attend with the tokens, which are stored, to the entries up to their own."""
+        # A layer that reads another layer's entries chooses for itself.
+        sharing = self.sharing(index) if index in self.cache.sieve_layers else None
         reading = reading_of(self.plan.read, self.cache, layer, index, self.model.num_layers)
-        return attend_read(reading, layer.store, index, asked, self.counts[0], self.counts)
+        return attend_read(reading, layer.store, index, asked, self.counts[0], self.counts, sharing)
 
     def _read(
         self, index: int, layer: SieveLayer, asked: AttentionQueries, key: Tensor, value: Tensor, room: int
@@ -193,6 +195,6 @@ class TokenParts:
         )
         tokens = self._tokens.part(slice(first, last))
         facts = whole.plan, None, whole.cache, step, tokens, whole.model, whole.request
-        session = PartSession(*facts, ahead=first, counts=self._counts[first:last])
+        session = PartSession(*facts, ahead=first, counts=self._counts[first:last], choices=whole.choices)
         self._sessions[first, last] = session
         return session

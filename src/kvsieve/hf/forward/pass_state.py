@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from kvsieve.attention import SharedChoices, Sharing
 from kvsieve.core.checks import Value
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import StoreLayer
@@ -54,6 +55,7 @@ class PassState:
         ahead: tokens of the answer that the same call of the model processes before this pass; see transaction.py.
         reads: counts of the pass's reads; the turn's, unless the pass may be undone.
         computed: layers computed ahead or in a row; None where a layer ran otherwise.
+        choices: of stored entries, which layers after share.
     """
 
     plan: Plan
@@ -76,6 +78,7 @@ class PassState:
     ahead: int = 0
     selection: Selection | None = None
     computed: ComputedLayers | None = None
+    choices: SharedChoices = field(default_factory=SharedChoices)
 
     def __post_init__(self) -> None:
         self.arguments = Arguments(self.step.num_new)
@@ -87,6 +90,15 @@ class PassState:
     def end(self) -> int:
         """Columns fed after the pass."""
         return self.step.start + self.step.num_new
+
+    def sharing(self, index: int, column: int = 0) -> Sharing | None:
+        """Return a layer's part in sharing choices, for the token at `column`; None if every layer chooses."""
+        reader = self.plan.read
+        if reader is None or not reader.shares:
+            return None
+        where = index, self.model.num_layers
+        heads = reader.heads_of_anchor(*where)
+        return Sharing(self.choices, index, reader.anchor(*where), self.ahead + column, heads)
 
     @property
     def reads_as_answer(self) -> bool:

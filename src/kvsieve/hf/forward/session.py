@@ -115,12 +115,12 @@ class Session(PassState):
         outs = []
         if tokens.size == 1:
             layer.store.append(key, value, tokens.token_index, tokens.valid, tokens.counts, room)
-            return asked.output(read_token(*arguments, asked.stored))
+            return asked.output(read_token(*arguments, asked.stored, self.sharing(index)))
         for at in range(tokens.size):
             one = slice(at, at + 1)
             token = tokens.part(one)
             layer.store.append(key[:, :, one], value[:, :, one], token.token_index, token.valid, token.counts, room)
-            outs.append(read_token(*arguments, asked.stored.part(one)))
+            outs.append(read_token(*arguments, asked.stored.part(one), self.sharing(index, at)))
         return asked.output(torch.cat(outs, 2))
 
     def _show(self, index: int, layer: SieveLayer, asked: AttentionQueries, out: Tensor) -> None:

@@ -14,6 +14,7 @@ from kvsieve.attention import (
     FlatEntries,
     Reading,
     ReadRows,
+    Sharing,
     attend,
     explain,
 )
@@ -37,10 +38,11 @@ def read_token(
     num_layers: int,
     reads: Reads,
     asked: AttentionQueries,
+    sharing: Sharing | None = None,
 ) -> Tensor:
     """Attend with a token that is already stored: queries [B, Hq, 1, D] -> [B, Hq, 1, Dv]. reads: counts it."""
     reading = reading_of(reader, cache, layer, index, num_layers)
-    return attend_read(reading, layer.store, index, asked, reads, [reads])
+    return attend_read(reading, layer.store, index, asked, reads, [reads], sharing)
 
 
 def attend_read(
@@ -50,6 +52,7 @@ def attend_read(
     asked: AttentionQueries,
     noted: Reads,
     reads: Sequence[Reads],
+    sharing: Sharing | None = None,
 ) -> Tensor:
     """Attend with the last L stored tokens, each to the entries up to its own: [B, Hq, L, D] -> [B, Hq, L, Dv].
 
@@ -60,9 +63,10 @@ def attend_read(
         asked: the queries.
         noted: gets the executor.
         reads: counts of each token.
+        sharing: the layer's part in sharing choices.
     """
     request: AttentionRequest[Any, None] = AttentionRequest(
-        asked, stored_entries(store) if reading is None else ReadRows(reading, store)
+        asked, stored_entries(store) if reading is None else ReadRows(reading, store, sharing=sharing)
     )
     out = attend_noted(noted, index, request)
     for ahead, counts in enumerate(reads, 1 - len(reads)):
@@ -113,7 +117,8 @@ def count(reading: Reading, store: LayerMemory, reads: Reads, later: int = 0) ->
             metadata_bytes = metadata_bytes // -(-before // page) * -(-size // page)
         reads.estimate(metadata_bytes, sum(part.update_bytes(group.known, size) for part in group.incremental))
         group.known = size
-        reads.read(entries, entry, len(group.row) * size)
+        stored = len(group.row) * size
+        reads.read(stored if entries is None else entries, entry, stored)
 
 
 def reading_of(
@@ -166,7 +171,11 @@ def _cached_groups(
         settings = [reader.setting(fact) for fact in facts]
     if layer.view is None and all(setting is None for setting in settings):
         return None
-    groups = store.derived[name] = _CachedGroups(key, layer.view, group_rows(store, layer.view, settings))
+    grouped = group_rows(store, layer.view, settings)
+    if reader is not None and reader.shares and not store.is_ragged:
+        for group in grouped.groups:
+            group.note_tokens(store)
+    groups = store.derived[name] = _CachedGroups(key, layer.view, grouped)
     return groups
 
 

@@ -14,9 +14,11 @@ typedef struct {
     const int64_t *body;       // slots of the first `kept` entries, or null
     void *table;               // [halves, dim, capacity]; null: all entries are read
     float *sum;                // [wide], of all values; null: nothing is blended in
+    const int64_t *map;        // entries in place of the first `mapped` given ones, or null
     int64_t kept, tail, stride, size, capacity;
     int64_t page, channels, count, take; // channels: 0 for bounds in all; take: newest entries that the table lacks
     int64_t number;                      // of the KV row among queries and outputs
+    int64_t mapped, place;               // place: among given or noted rows, -1 for none
 } Row;
 
 typedef struct {
@@ -24,9 +26,12 @@ typedef struct {
     void *out;          // [rows, groups, fresh, wide]
     const float *sinks; // [rows, groups], or null
     const Row *rows;
+    const int64_t *given; // [places, fresh, listed], entries that are read; null: rows choose
+    int64_t *noted;       // [places, fresh, listed], gets the entries that are chosen; or null
     char *scratch;
     int64_t count, more, groups, dim, wide, newest, half, bytes; // more: entries since `size`; half: bfloat16
     int64_t fresh;                                               // tokens; the last entries are theirs
+    int64_t listed;                                              // entries of a list in `given` or `noted`
     float scale, cap;
 } Job;
 
@@ -168,7 +173,7 @@ static void weigh(const Job *job, const Row *row, int64_t size, int64_t pages, S
 
 // Entries that are read, as best_entries chooses them; how many is count. Slots of them go to `slots`, and the parts of
 // its powers that a query head gives them, where something is blended in, to `acc`.
-static void choose(const Job *job, const Row *row, int64_t size, Scratch *my) {
+static void choose(const Job *job, const Row *row, int64_t token, int64_t size, Scratch *my) {
     int64_t page = row->page, pages = (size + page - 1) / page, count = row->count < size ? row->count : size, n = 0;
     score(job, row, pages, my);
     weigh(job, row, size, pages, my);
@@ -210,7 +215,19 @@ static void choose(const Job *job, const Row *row, int64_t size, Scratch *my) {
             for (int64_t i = 0; i < n; i++) held += my->scores[g * pages + my->slots[i]];
             my->acc[g] = held / my->acc[g];
         }
+    if (job->noted) memcpy(job->noted + (row->place * job->fresh + token) * job->listed, my->slots, n * sizeof(int64_t));
     for (int64_t i = 0; i < n; i++) my->slots[i] = slot_of(row, my->slots[i]);
+}
+
+INLINE int reads_given(const Job *job, const Row *row) { return job->given && row->place >= 0; }
+
+// Entries that another layer has chosen.
+static void take_given(const Job *job, const Row *row, int64_t token, int64_t n, Scratch *my) {
+    const int64_t *given = job->given + (row->place * job->fresh + token) * job->listed;
+    for (int64_t i = 0; i < n; i++) {
+        int64_t entry = given[i] < row->mapped ? row->map[given[i]] : given[i];
+        my->slots[i] = slot_of(row, entry);
+    }
 }
 
 INLINE void logits_of(const Job *job, const Row *row, int64_t n, int dim, int half, Scratch *my) {
@@ -255,7 +272,10 @@ static void one_token(const Job *job, const Row *row, int64_t token, int64_t siz
     }
     if (row->table) {
         n = row->count < size ? row->count : size;
-        choose(job, row, size, my);
+        choose(job, row, token, size, my);
+    } else if (reads_given(job, row)) {
+        n = row->count < size ? row->count : size;
+        take_given(job, row, token, n, my);
     } else
         for (int64_t i = 0; i < n; i++) my->slots[i] = slot_of(row, i);
     // They lie anywhere: let them all come at once.
@@ -330,7 +350,7 @@ static void sizes_of(const Job *job, int64_t *most, int64_t *read) {
     for (int64_t i = 0; i < job->count; i++) {
         const Row *row = job->rows + i;
         int64_t size = row->size + job->more, pages = row->table ? (size + row->page - 1) / row->page : 1;
-        int64_t count = row->table && row->count < size ? row->count : size;
+        int64_t count = (row->table || reads_given(job, row)) && row->count < size ? row->count : size;
         *most = pages > *most ? pages : *most;
         *read = count > *read ? count : *read;
     }

@@ -21,17 +21,18 @@ class RowFields(Structure):
     """A KV row, as in reading.c."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("keys", "values", "body", "table", "sum")),
+        *((name, c_void_p) for name in ("keys", "values", "body", "table", "sum", "map")),
         *((name, c_int64) for name in ("kept", "tail", "stride", "size", "capacity")),
-        *((name, c_int64) for name in ("page", "channels", "count", "take", "number")),
+        *((name, c_int64) for name in ("page", "channels", "count", "take", "number", "mapped", "place")),
     )
 
 
 class _JobFields(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("query", "out", "sinks", "rows")),
+        *((name, c_void_p) for name in ("query", "out", "sinks", "rows", "given", "noted")),
         ("scratch", c_void_p),
         *((name, c_int64) for name in ("count", "more", "groups", "dim", "wide", "newest", "half", "bytes", "fresh")),
+        ("listed", c_int64),
         *((name, c_float) for name in ("scale", "cap")),
     )
 
@@ -62,7 +63,14 @@ class RowJob:
         self._reference = byref(self._fields)
 
     def run(
-        self, query: Tensor, more: int, scale: float, cap: float | None = None, sinks: Tensor | None = None
+        self,
+        query: Tensor,
+        more: int,
+        scale: float,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
+        given: Tensor | None = None,
+        noted: Tensor | None = None,
     ) -> Tensor:
         """Attend to all KV rows for the last tokens, one after another.
 
@@ -72,6 +80,8 @@ class RowJob:
             scale: factor of query-key products.
             cap: of logits; None for none.
             sinks: float32 [X, G], contiguous; None for none.
+            given: int64 [X', L, k], contiguous: entries that rows with a `place` there read; None: they choose.
+            noted: int64 [X', L, k], contiguous: gets the entries that rows choose, at their `place`; None: not noted.
 
         Returns:
             [X, G, L, Dv], the only allocation.
@@ -82,6 +92,10 @@ class RowJob:
         out = query.new_empty(*self._shape, new, self._wide)
         fields.query, fields.out = query.data_ptr(), out.data_ptr()
         fields.sinks = None if sinks is None else sinks.data_ptr()
+        fields.given = None if given is None else given.data_ptr()
+        fields.noted = None if noted is None else noted.data_ptr()
+        lists = given if given is not None else noted
+        fields.listed = 0 if lists is None else lists.shape[-1]
         fields.more = more
         fields.fresh = new
         fields.scale = scale

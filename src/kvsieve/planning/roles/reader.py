@@ -26,6 +26,31 @@ class Reader(Role):
         """True if a prompt that the plan does not reduce attends sparsely, too."""
         return False
 
+    @property
+    def shares(self) -> bool:
+        """True if layers read what a layer before them has chosen."""
+        return False
+
+    @property
+    def shares_heads(self) -> bool:
+        """True if all KV heads read the same tokens; it takes no evictor, which keeps others in each head."""
+        return False
+
+    def anchor(self, layer_idx: int, num_layers: int) -> int:
+        """Return the layer whose choice a layer reads: itself for a layer that chooses.
+
+        If that layer does not read sparsely, the first one after it that does chooses.
+        """
+        return layer_idx
+
+    def heads_of_anchor(self, layer_idx: int, num_layers: int) -> tuple[int, ...] | None:
+        """Return, for each KV head of a layer, the anchor's KV head that chooses for it; None for the same ones."""
+        return None
+
+    def attends_to_all(self, setting: Any) -> bool:
+        """Return True for a layer that chooses for the layers after it, and attends to everything itself."""
+        return False
+
     @abstractmethod
     def setting(self, facts: ReadFacts) -> Hashable | None:
         """Return the parameters for one row's KV rows in one layer, or None to read everything.

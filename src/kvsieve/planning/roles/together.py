@@ -40,8 +40,29 @@ def check_together(
             f"{type(shortens).__name__} reads a short prompt again, in full, and is not combined with read=; leave it "
             "None"
         )
+    if read is not None and evict is not None and (read.shares or read.shares_heads):
+        _check_shared(read, evict)
     if rest is not None:
         _check_rest(evict, type(rest).__name__)
+
+
+def _check_shared(read: Reader, evict: Evictor) -> None:
+    """Raise PlanError for an evictor before which layers cannot share the choice of a reader."""
+    if read.shares_heads:
+        raise PlanError(
+            f"{type(read).__name__} reads the same tokens in all heads, and {type(evict).__name__} may keep others in "
+            "each; leave evict= out"
+        )
+    reason = None
+    if evict.traits.ragged:
+        reason = "keeps different numbers of entries per head, in every layer others"
+    elif evict.when.steps is not None:
+        reason = "drops entries while decoding, in one layer after another"
+    if reason is not None:
+        raise PlanError(
+            f"{type(evict).__name__} {reason}: layers cannot share what {type(read).__name__} chooses; leave share= "
+            "out, or take an evictor that acts at the end of prompts and keeps as many entries in all heads"
+        )
 
 
 def _check_prefill(prefill: SparsePrefill | None, evict: Evictor | None) -> None:
