@@ -34,6 +34,13 @@ PLANS = {
     "rocketkv": {"budget": 16, "window": 4, "kernel": 5},
     "rocketkv-mt": {"budget": 16, "window": 4, "kernel": 5},
     "perturn": {"budget": 20, "base": "knorm"},
+    "loki": {"budget": 16},
+    "kascade": {"budget": 16},
+    "omnikv": {"budget": 16, "share": "1", "wait": 0},
+    "quest shared": {"budget": 16, "share": 2},
+    "hsa shared": {"budget": 16, "share": 4, "skip_layers": 1},
+    "rocketkv shared": {"budget": 16, "window": 4, "kernel": 5, "share": 3},
+    "rocketkv-mt shared": {"budget": 16, "window": 4, "kernel": 5, "share": 3},
 }
 READ_FIRST = "a first pass of the reader is run eagerly"
 GREEDY = greedy()

@@ -30,12 +30,27 @@ READERS = {
     "rocketkv": {"budget": 16, "window": 4, "kernel": 5},
     "rocketkv-mt": {"budget": 16, "window": 4, "kernel": 5},
     "perturn": {"budget": 20, "base": "knorm"},
+    "loki": {"budget": 16},
+    "loki original": {"budget": 20, "part": 0.25, "per_query_head": True},
+    "clusterkv": {"budget": 24, "sinks": 2, "per_cluster": 8, "chunk": 4},
+    "clusterkv original": {"budget": 24, "sinks": 2, "per_cluster": 8, "per_query_head": True, "skip_layers": 1},
+    "quest shared": {"budget": 16, "share": 2},
+    "quest original, shared": {"budget": 16, "page": 4, "per_query_head": True, "share": "0/1"},
+    "sparq shared": {"budget": 16, "share": 3},
+    "hsa shared": {"budget": 16, "share": 4, "skip_layers": 1},
+    "rocketkv shared": {"budget": 16, "window": 4, "kernel": 5, "share": 2},
+    "rocketkv-mt shared": {"budget": 16, "window": 4, "kernel": 5, "share": 2},
+    "loki shared": {"budget": 16, "share": 2},
+    "clusterkv shared": {"budget": 24, "sinks": 2, "per_cluster": 8, "share": 2},
+    "kascade": {"budget": 16},
 }
+# Layers before and after a filter attend to everything by themselves.
+LAYERED = {"omnikv": {"budget": 16, "share": "1", "wait": 0}, "omnikv wait": {"budget": 16, "share": "0", "wait": 1}}
 GREEDY = greedy()
 
 
 def planned(name):
-    return kvsieve.plan(name.split()[0], **READERS[name])
+    return kvsieve.plan(name.split()[0], **{**READERS, **LAYERED}[name])
 
 
 def prompt(rows=1, size=90, seed=3):
@@ -91,7 +106,7 @@ class _Always(Reader):
         return self.inner.choose(asked, kv_rows, state, setting)
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", [*READERS, *LAYERED])
 def test_padded_rows_read_as_they_would_alone(model, name):
     ids, answer, plan = prompt(3), prompt(3, 7, seed=5), planned(name)
     mask = torch.ones_like(ids)
@@ -103,7 +118,7 @@ def test_padded_rows_read_as_they_would_alone(model, name):
         torch.testing.assert_close(ours[row : row + 1], alone)
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", [*READERS, *LAYERED])
 def test_an_answer_at_once_reads_as_token_by_token(model, name):
     ids, answer, plan = prompt(2), prompt(2, 9, seed=6), planned(name)
     single, one = answer_logits(model, plan, ids, answer)
@@ -116,7 +131,7 @@ def test_an_answer_at_once_reads_as_token_by_token(model, name):
     torch.testing.assert_close(chunked, single)
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", [*READERS, *LAYERED])
 def test_less_is_read_and_it_matters(model, name):
     ids, plan = prompt(), planned(name)
     with kvsieve.attach(model, plan) as sieve:
@@ -183,7 +198,7 @@ def test_rocketkv_mt_in_its_first_turn_is_rocketkv(model):
     assert cache.entries() == [99] * len(cache.layers)
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", [*READERS, *LAYERED])
 def test_forks_rollbacks_and_beams_read_alike(model, name):
     ids, answer, plan = prompt(2), prompt(2, 6, seed=6), planned(name)
     wanted, _ = answer_logits(model, plan, ids, answer)
@@ -287,7 +302,10 @@ def single():
     return tiny_model(dtype=torch.float32)
 
 
-@pytest.mark.parametrize("name", ["quest", "hsa", "sparq", "rocketkv", "rocketkv-mt"])
+COMPILED = ["quest", "hsa", "sparq", "rocketkv", "rocketkv-mt"]
+
+
+@pytest.mark.parametrize("name", [*COMPILED, *(f"{name} shared" for name in COMPILED)])
 def test_compiled_code_and_torch_read_alike(single, monkeypatch, name):
     """Padded rows, one after another: the same answers, and the same bytes counted."""
     ids, plan = prompt(2), planned(name)

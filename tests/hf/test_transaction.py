@@ -17,7 +17,7 @@ from kvsieve.hf.forward.one_by_one import StatesTransaction, StepsTransaction
 from kvsieve.hf.forward.parts import PartSession
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.runtime import AttachedModel
-from kvsieve.methods import H2O, AdaKV, SnapKV
+from kvsieve.methods import H2O, HSA, AdaKV, SnapKV
 from small import plan_of
 from tiny_models import build
 
@@ -54,6 +54,14 @@ CASES = {
         {},
     ),
     "cascade every=3": ("llama", "cake", {**SMALL, "every": 3}),
+    "quest shared": ("llama", "quest", {"budget": 16, "share": 2}),
+    "quest shared, which begins to choose": ("llama", "quest", {"budget": 52, "share": 3}),
+    "rocketkv shared": ("llama", "rocketkv", {"budget": 20, "window": 4, "kernel": 5, "share": 2}),
+    "kascade": ("llama", "kascade", {"budget": 16}),
+    "clusterkv": ("llama", "clusterkv", {"budget": 24, "sinks": 2, "per_cluster": 8, "chunk": 4}),
+    "codec and hsa shared": ("llama", kvsieve.Plan(read=HSA(budget=16, share=2), codec=CODEC), {}),
+    "windows, read shared": ("gemma3_text", "quest", {"budget": 16, "share": 8}),
+    "shared KV, read shared": ("gemma3n_text", "quest", {"budget": 16, "share": 2}),
     "windows": ("gemma3_text", "h2o", {"budget": 16}),
     "sinks": ("gpt_oss", "tova", {"budget": 16}),
     "latent": ("deepseek_v3", "h2o", {"budget": 16}),

@@ -43,6 +43,8 @@ PARAMETERS = {
     "h2o": {"recent": 0.7},
     "kvzip": {"chunk_length": 64, "repeat_ids": (), "go_on_ids": (), "answer_ids": ()},
     "minference": BLOCKS,
+    # Its own filters leave nothing to share in a tiny model.
+    "omnikv": {"share": "1", "wait": 0},
     "pyramidinfer": {"min_context": 8, "rate": 0.3, "recent": 0.1},
     "roco": {"recent": 0.3, "newest": 2},
     "sagekv": {"recent": 0.5},

@@ -203,6 +203,10 @@ def _rows(measured: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if "q_filters" in measured:
         one = measured["q_filters"]
         rows.append(("q_filters", f"rank correlation {one['correlation']:.2f}", f"negative in {one['negative']} heads"))
+    if "anchors" in measured:
+        one = measured["anchors"]
+        least = min(one["similarity"])
+        rows.append(("anchors", f"layers {', '.join(map(str, one['layers']))}", f"least similarity {least:.2f}"))
     return rows
 
 

@@ -7,6 +7,7 @@ from kvsieve.methods import (
     cake,
     chunkkv,
     claa,
+    clusterkv,
     compact_attention,
     corm,
     criticalkv,
@@ -27,15 +28,18 @@ from kvsieve.methods import (
     hsa,
     int8,
     k8v4,
+    kascade,
     keydiff,
     kivi,
     knorm,
     kvzip,
     lagkv,
+    loki,
     lookahead,
     minference,
     mixed,
     morphkv,
+    omnikv,
     outlier,
     per_turn,
     pyramidinfer,
@@ -68,6 +72,7 @@ from kvsieve.methods.base import ScoredEvictor
 from kvsieve.methods.cake import CAKE, CakeScores
 from kvsieve.methods.chunkkv import ChunkKV
 from kvsieve.methods.claa import CrossLayerTSP
+from kvsieve.methods.clusterkv import ClusterKV
 from kvsieve.methods.compact_attention import CompactAttention
 from kvsieve.methods.corm import CORM
 from kvsieve.methods.criticalkv import CriticalKV
@@ -87,14 +92,17 @@ from kvsieve.methods.hqq import HQQ
 from kvsieve.methods.hsa import HSA
 from kvsieve.methods.int8 import Int8
 from kvsieve.methods.k8v4 import K8V4
+from kvsieve.methods.kascade import Kascade
 from kvsieve.methods.keydiff import KeyDiff
 from kvsieve.methods.kivi import KIVI
 from kvsieve.methods.knorm import KNorm
 from kvsieve.methods.kvzip import KVzip
 from kvsieve.methods.lagkv import LagKV
+from kvsieve.methods.loki import Loki
 from kvsieve.methods.lookahead import Lookahead
 from kvsieve.methods.minference import MInference
 from kvsieve.methods.morphkv import MorphKV
+from kvsieve.methods.omnikv import OmniKV
 from kvsieve.methods.outlier import Outlier
 from kvsieve.methods.per_turn import PerTurn
 from kvsieve.methods.pyramidinfer import PyramidInfer
@@ -136,6 +144,7 @@ __all__ = [
     "AdaptiveTSP",
     "CakeScores",
     "ChunkKV",
+    "ClusterKV",
     "CompactAttention",
     "CritiPrefill",
     "CriticalKV",
@@ -152,11 +161,14 @@ __all__ = [
     "Int8",
     "KNorm",
     "KVzip",
+    "Kascade",
     "KeyDiff",
     "LagKV",
+    "Loki",
     "Lookahead",
     "MInference",
     "MorphKV",
+    "OmniKV",
     "Outlier",
     "PerLayer",
     "PerTurn",
@@ -187,6 +199,7 @@ __all__ = [
     "cake",
     "chunkkv",
     "claa",
+    "clusterkv",
     "compact_attention",
     "corm",
     "criticalkv",
@@ -207,15 +220,18 @@ __all__ = [
     "hsa",
     "int8",
     "k8v4",
+    "kascade",
     "keydiff",
     "kivi",
     "knorm",
     "kvzip",
     "lagkv",
+    "loki",
     "lookahead",
     "minference",
     "mixed",
     "morphkv",
+    "omnikv",
     "outlier",
     "per_turn",
     "pyramidinfer",

@@ -37,14 +37,7 @@ class RetrievalScores:
     def see(self, ctx: LayerContext, ids: Tensor, answer: Tensor) -> None:
         """Add a layer's attention. ctx: a pass over ids [1, N] and answer [1, T] without its last token, unpadded."""
         middle, copied = _places(ids[0], answer[0])
-        count = answer.shape[1]
-        size = ctx.keys.shape[2]
-        dtype = score_dtype(ctx.query.dtype)
-        query = ctx.query[0, :, -count:].to(dtype).unflatten(0, (ctx.keys.shape[1], -1))
-        logits = query @ ctx.keys[0, :, None].to(dtype).transpose(-1, -2) * ctx.scale
-        sinks = sinks_of(ctx, *query.shape[:2], 1, 1)
-        later = torch.ones(count, size, dtype=torch.bool, device=logits.device).triu(size - count + 1)
-        weights = softmax(cap(logits, ctx).masked_fill(later, float("-inf")), sinks)[..., middle]
+        weights = last_weights(ctx, answer.shape[1])[..., middle]
         for sums, part in ((self.beyond, weights), (self.scores, weights * copied.to(weights.device))):
             share = part.sum(-1).mean((1, 2)).double().cpu()
             sums[ctx.layer_idx] = sums.get(ctx.layer_idx, torch.zeros_like(share)) + share
@@ -54,6 +47,17 @@ class RetrievalScores:
         nothing = torch.zeros(kv_heads, dtype=torch.float64)
         means = [sums.get(layer, nothing) / max(self.prompts, 1) for layer in range(layers)]
         return [[round(min(max(value, 0.0), 1.0), 4) for value in layer.tolist()] for layer in means]
+
+
+def last_weights(ctx: LayerContext, count: int) -> Tensor:
+    """Return the attention of the last `count` queries of a pass without padding, float32 at least [H, G, T, N]."""
+    size = ctx.keys.shape[2]
+    dtype = score_dtype(ctx.query.dtype)
+    query = ctx.query[0, :, -count:].to(dtype).unflatten(0, (ctx.keys.shape[1], -1))
+    logits = query @ ctx.keys[0, :, None].to(dtype).transpose(-1, -2) * ctx.scale
+    sinks = sinks_of(ctx, *query.shape[:2], 1, 1)
+    later = torch.ones(count, size, dtype=torch.bool, device=logits.device).triu(size - count + 1)
+    return softmax(cap(logits, ctx).masked_fill(later, float("-inf")), sinks)
 
 
 def _places(ids: Tensor, answer: Tensor) -> tuple[slice, Tensor]:

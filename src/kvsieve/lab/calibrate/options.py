@@ -14,7 +14,8 @@ from kvsieve.planning.suggestions import did_you_mean
 # small models continue beyond it.
 ANSWER = 80
 BEGINNING = 32
-PARTS = ("pooling", "answers", "tsp", "asl", "heads", "q_filters")
+DEFAULT_PARTS = ("pooling", "answers", "tsp", "asl", "heads", "q_filters")
+PARTS = (*DEFAULT_PARTS, "anchors")
 RULES = ("settled", "argmin")
 
 
@@ -37,7 +38,7 @@ class Options:
         budgets: budgets to test answers at, smallest first.
     """
 
-    parts: tuple[str, ...] = PARTS
+    parts: tuple[str, ...] = DEFAULT_PARTS
     budget: Budget | str | int | float = "20%"
     tsp_rate: Budget | str | int | float = "20%"
     rule: str = "settled"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.lab.calibrate import distances, pooling, ranks
+from kvsieve.lab.calibrate.anchors import measured_anchors
 from kvsieve.lab.calibrate.filters import QuerySums, correlation
 from kvsieve.lab.calibrate.heads import RetrievalScores, kept_by_streaming
 from kvsieve.lab.calibrate.options import ANSWER, BEGINNING, Options
@@ -64,7 +65,12 @@ class Parts:
             self.measured["left_out"] = {"asl": f"it has too few layers ({layers})"}
             propagates.remove("asl")
         per_prompt = (
-            2 + ("pooling" in parts) + ("answers" in parts) + ("asl" in propagates) + len(found) * ("tsp" in propagates)
+            2
+            + ("pooling" in parts)
+            + ("answers" in parts)
+            + ("asl" in propagates)
+            + len(found) * ("tsp" in propagates)
+            + ("anchors" in parts)
         )
         self.total = len(prompts) * per_prompt + ("q_filters" in parts)
         references = self._pooling(prompts, stops)
@@ -74,6 +80,8 @@ class Parts:
         layer = self._tsp(references, found) if "tsp" in propagates else None
         if "asl" in propagates:
             self._asl(references, layer)
+        if "anchors" in parts:
+            self._anchors(references)
 
     @property
     def pooled(self) -> SnapKV:
@@ -272,6 +280,13 @@ class Parts:
             "variance": [[_short(value) for value in trace] for trace in traces],
         }
 
+    def _anchors(self, references: Sequence[ReferenceAnswer]) -> None:
+        """Choose the layers whose choice of entries the layers after them may read."""
+        answers = [(reference.ids, reference.answer[:, :BEGINNING]) for reference in references]
+        self.measured["anchors"] = measured_anchors(
+            self.model, answers, self.fingerprint, lambda: self._step("comparing layers")
+        )
+
     def parameters(self) -> dict[str, dict[str, Any]]:
         """Return the parameters found for each method; the pooling applies to all that pool a window's attention."""
         chosen = {name: getattr(self.pooled, name) for name in ("window", "kernel", "pooling")}
@@ -290,6 +305,9 @@ class Parts:
                 found[name] = {"tsp_layer": self.measured["tsp"]["layer"], "tsp_rate": rate, **chosen}
         if "asl" in self.measured:
             found["asl"] = {**{name: self.measured["asl"][name] for name in ("first", "tau", "observed")}, **chosen}
+        if "anchors" in self.measured:
+            anchors = self.measured["anchors"]
+            found["kascade"] = {"share": "/".join(map(str, anchors["layers"])), "anchor_heads": anchors["heads"]}
         return found
 
 
