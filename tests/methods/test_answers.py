@@ -123,6 +123,12 @@ def test_a_share_of_an_answer_has_the_floor_of_names():
     assert kvsieve.plan("fastkv:answer=64:every=64").evict.answer == Budget(tokens=64)
 
 
+@pytest.mark.parametrize("text", ["knorm:every=4:answer=8", "scope:answer=30%:recent=4", "random:grows=true"])
+def test_plans_are_written_and_read(text):
+    plan = kvsieve.plan(text)
+    assert kvsieve.Plan.from_dict(plan.to_dict()).evict == plan.evict
+
+
 def test_engines_that_go_by_lengths_are_told():
     assert SnapKV(budget=0.2, every=8).traits.fixed_counts
     assert not SnapKV(budget=0.2, every=8, answer=64).traits.fixed_counts
