@@ -121,14 +121,14 @@ def part(folder: Path = FOLDER) -> str:
         "store all entries and read the share.",
     ]
     for one in found:
-        title = f"Question {one.question}" if _is_shares(one) else "Long answers, by entries"
+        title = f"Question {one.question}" if is_of_shares(one) else "Long answers, by entries"
         blocks.append(f"**{title}**, {one.prompts} prompts of {', '.join(f'`{task}`' for task in one.tasks)}:")
         blocks.append(table(one))
         blocks += verdicts(one)
     return "\n\n".join(blocks)
 
 
-def _is_shares(one: Glance) -> bool:
+def is_of_shares(one: Glance) -> bool:
     return any(budget in SHARES for _, budget in one.points)
 
 
@@ -143,12 +143,15 @@ def table(one: Glance) -> str:
     budgets = _budgets(one)
     names = {method for method, _ in one.points}
     best = {name: max(one.points[name, each].share for each in budgets if (name, each) in one.points) for name in names}
-    lines = [["`full`, score", *(f"{one.full:.0f}" for _ in budgets), *("100%" for _ in budgets)]]
+    # The budgets of long answers are entries at any time, of prompts that they hold.
+    stored = budgets if is_of_shares(one) else []
+    lines = [["`full`, score", *(f"{one.full:.0f}" for _ in budgets), *("100%" for _ in stored)]]
     for name in sorted(names, key=lambda name: (-best[name], name)):
         found = [one.points.get((name, each)) for each in budgets]
         shares = ["" if each is None else f"{each.share:.0f} [{each.low:.0f}, {each.high:.0f}]" for each in found]
-        lines.append([f"`{name}`", *shares, *("" if each is None else f"{each.stored:.0f}%" for each in found)])
-    return markdown(["method", *budgets, *(f"stored at {each}" for each in budgets)], lines)
+        kept = ["" if each is None else f"{each.stored:.0f}%" for each in found] if stored else []
+        lines.append([f"`{name}`", *shares, *kept])
+    return markdown(["method", *budgets, *(f"stored at {each}" for each in stored)], lines)
 
 
 def verdicts(one: Glance) -> Iterator[str]:

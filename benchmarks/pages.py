@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.evidence import MODELS, RESULTS, Evidence, described, evidence, provenance
 from benchmarks.evidence import rows as samples_of
-from benchmarks.glance import glances
+from benchmarks.glance import OWN, glances, is_of_shares
 from benchmarks.toys.tables import filled, markdown, summary
 from kvsieve.planning.profiles import load_profile, shipped_profiles
 from kvsieve.report.plot_style import PNG_DPI, new_figure, style
@@ -626,17 +626,14 @@ def _glance() -> Iterator[Panel]:
     """A panel for each question mode, scores over the entries stored, or read where all are stored."""
     for one in glances():
         series: Points = {}
-        for (method, _), point in one.points.items():
+        shares = is_of_shares(one)
+        for (method, budget), point in one.points.items():
             x = point.stored if point.read is None or point.stored < 99 else point.read
-            series.setdefault(method, []).append((x, point.share))
-        shares = any(budget.endswith("%") for _, budget in one.points)
+            if shares or budget != OWN:
+                series.setdefault(method, []).append((x if shares else float(budget), point.share))
         title = f"question {one.question}" if shares else "long answers"
-        yield LabelledPanel(
-            f"{title}, {one.prompts} prompts",
-            "KV stored (readers: read), % of full KV",
-            "score, % of full KV's",
-            series,
-        )
+        below = "KV stored (readers: read), % of full KV" if shares else "entries"
+        yield LabelledPanel(f"{title}, {one.prompts} prompts", below, "score, % of full KV's", series)
 
 
 def _of_bytes(one: Evidence, name: str) -> Panel:

@@ -42,9 +42,7 @@ def parts() -> str:
     for paper in listed:
         names = [f"`{name}`" for name in methods.get(paper["arxiv"], [])]
         found = ", ".join([*names, *([paper["here"]] if "here" in paper else [])])
-        missing = paper.get("missing", "")
-        if names and missing == "not built yet":
-            missing = ""
+        missing = paper.get("part" if names else "missing", "")
         here += bool(found) and not missing
         partly += bool(found and missing)
         rows.append([paper["name"], paper["arxiv"], found or "no", missing])

@@ -124,7 +124,7 @@ def call_of(answer: str) -> dict[str, Any]:
 
 def matches(value: Any, schema: Mapping[str, Any]) -> bool:
     """Return True if a value is valid by a schema of `type`, `enum`, `properties` and `required`."""
-    kind = _TYPES[schema["type"]]
+    kind: Any = _TYPES[schema["type"]]
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         return False
     if value not in schema.get("enum", [value]):
