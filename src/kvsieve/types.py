@@ -234,9 +234,10 @@ class LayerContext:
         quotas: parts that must keep a number of entries; None for none.
         model: facts about the model, for an evictor with traits that list it in `needs` (see roles.Traits).
         layers: indices of the layers that the plan may reduce, in order; () for all `num_layers`.
-        hidden: [B, L, C], hidden states of this pass's tokens at the layer's input; only in `observe` of an evictor
-            that lists "hidden" in `needs`.
-        output: [B, Hq, L, Dv], each head's attention output; as `hidden`.
+        hidden: [B, T, C], hidden states of this pass's tokens at the layer's input, for an evictor that lists "hidden"
+            in `needs`. At `select` these are the last tokens of the prompt, at least the `window` but after a chunked
+            prefill no earlier chunk; while decoding, the newest ones.
+        output: [B, Hq, T, Dv], each head's attention output; as `hidden`.
         ranks: the processes with the other heads, if Hq and H are not all there are; see roles.Traits.heads.
         softcap: as in AttentionQueries, needed to compute weights; None for no cap.
         sinks: [Hq], as `softcap`.

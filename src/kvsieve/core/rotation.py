@@ -1,7 +1,8 @@
-"""Random rotation of channels, as some codecs use it."""
+"""Random rotation of channels, as some codecs use it, and random sketches of them."""
 
 from __future__ import annotations
 
+import functools
 import math
 
 from kvsieve.lazy import Tensor, torch
@@ -31,3 +32,10 @@ def _rotation(dim: int) -> Tensor:
         signs = torch.randint(0, 2, (dim, 1), generator=random) * 2 - 1
         matrix = matrix * signs / math.sqrt(dim)
     return matrix.float()
+
+
+@functools.lru_cache(maxsize=32)
+def sketch(dim: int, width: int, device: torch.device) -> Tensor:
+    """Return a random map float32 [dim, width] with entries of variance 1 / width, equal in every process."""
+    random = torch.Generator().manual_seed(dim * 65536 + width)
+    return (torch.randn(dim, width, generator=random) / math.sqrt(width)).to(device)

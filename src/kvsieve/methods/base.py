@@ -83,6 +83,9 @@ class ScoredEvictor(Evictor, takes_quotas=True):
         """Return the ranks for `select`: `scores`, unless they depend on the numbers of entries kept, ``kept[b]``."""
         return self.scores(ctx)
 
+    def forget(self, ctx: LayerContext, selection: Selection) -> None:
+        """Drop records of other entries than those of `selection` from ``ctx.state``; called by `select`."""
+
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
         return keep_best(self, ctx, counts)
 
@@ -111,6 +114,9 @@ class Wrapper(DelegatingEvictor):
         """Return [B, H, N], or [B, Hq, N], the ranks for `select`, with ``kept[b]`` entries kept in row b."""
         raise NotImplementedError
 
+    def forget(self, ctx: LayerContext, selection: Selection) -> None:
+        self.base.forget(ctx, selection)
+
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
         return keep_best(self, ctx, counts)
 
@@ -120,7 +126,9 @@ def keep_best(evictor: ScoredEvictor | Wrapper, ctx: LayerContext, counts: tuple
     kept = tuple(min(count, stored) for count, stored in zip(counts, ctx.stored, strict=True))
     if skips(evictor.skip_layers, ctx) or kept == ctx.stored:
         return None
-    return select_top(*apply_protection(ctx, hide_padding(ctx, evictor.ranks(ctx, kept)), kept))
+    selection = select_top(*apply_protection(ctx, hide_padding(ctx, evictor.ranks(ctx, kept)), kept))
+    evictor.forget(ctx, selection)
+    return selection
 
 
 def hide_padding(ctx: LayerContext, scores: Tensor) -> Tensor:
@@ -239,6 +247,19 @@ def positions(ctx: LayerContext) -> Tensor:
     fed = ctx.step.start + ctx.step.num_new
     padding = _per_row(ctx, tuple(fed - length for length in ctx.step.lengths))
     return (ctx.index.long() - padding).clamp_min(0)
+
+
+def unrotated_keys(ctx: LayerContext) -> Tensor:
+    """Return the stored keys before rotation, [B, H, N, D], in float32 (float64 for float64 keys).
+
+    For an evictor with "rotary" in `needs`. Keys of filler are as at position 0.
+    """
+    facts = model_facts(ctx)
+    place = positions(ctx)
+    # Heads may store different tokens.
+    heads = range(ctx.keys.shape[1])
+    keys = [facts.rotate(ctx.layer_idx, ctx.keys[:, at : at + 1], place[:, at], inverse=True) for at in heads]
+    return torch.cat(keys, 1)
 
 
 def model_facts(ctx: LayerContext) -> ModelFacts:

@@ -46,10 +46,13 @@ class LayerRecorder:
                 state = self.learned.setdefault((ctx.layer_idx, evictor), {})
                 evictor.observe(dataclasses.replace(ctx, state=state))
         if ctx.step.ends_prompt:
-            # The window's queries are all an evictor may look at, and those that keys are encoded for; the rest of
-            # them would be as large as the cache.
-            query = ctx.query[:, :, -max(self.window, ASKED) :].clone()
-            self.seen[ctx.layer_idx] = dataclasses.replace(ctx, query=query, hidden=None, output=None)
+            # The window's tokens are all an evictor may look at, and those that keys are encoded for; the rest of
+            # the queries would be as large as the cache.
+            last = slice(-max(self.window, ASKED), None)
+            query = ctx.query[:, :, last].clone()
+            hidden = None if ctx.hidden is None else ctx.hidden[:, last].clone()
+            output = None if ctx.output is None else ctx.output[:, :, last].clone()
+            self.seen[ctx.layer_idx] = dataclasses.replace(ctx, query=query, hidden=hidden, output=output)
 
 
 @dataclass

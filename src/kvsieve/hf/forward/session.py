@@ -88,7 +88,7 @@ class Session(PassState):
                 layer.store = closed_up(layer.store, room)
         if reduces and not drops_nothing(self.plan, step, where, layer):
             with gathered(self.checks):
-                self._reduce(index, layer, asked)
+                self._reduce(index, layer, asked, out)
         if codec is not None:
             encode_after(self.plan, self.cache, index, layer, step, reduced=reduces)
         return out
@@ -131,9 +131,7 @@ class Session(PassState):
         observes = when.observes and (self.step.phase == "prefill" or when.steps is not None)
         if not observes and on_layer is None:
             return
-        ctx = self._context(index, layer, asked)
-        if self.hidden is not None:
-            ctx.hidden, ctx.output = self.hidden.detach(), out.detach()
+        ctx = self._context(index, layer, asked, out)
         if on_layer is not None:
             kept = on_layer(ctx)
             if kept is not None:
@@ -141,7 +139,7 @@ class Session(PassState):
         if observes and evictor is not None:
             evictor.observe(ctx)
 
-    def _context(self, index: int, layer: SieveLayer, asked: AttentionQueries) -> LayerContext:
+    def _context(self, index: int, layer: SieveLayer, asked: AttentionQueries, out: Tensor) -> LayerContext:
         store = layer.store
         protected_tokens = self.cache.conversation.protected
         ranks = self.model.ranks
@@ -169,14 +167,16 @@ class Session(PassState):
             ranks=ranks,
             softcap=asked.softcap,
             sinks=asked.sinks,
+            hidden=None if self.hidden is None else self.hidden.detach(),
+            output=None if self.hidden is None else out.detach(),
         )
 
-    def _reduce(self, index: int, layer: SieveLayer, asked: AttentionQueries) -> None:
+    def _reduce(self, index: int, layer: SieveLayer, asked: AttentionQueries, out: Tensor) -> None:
         plan = self.plan
         turn = self.cache.turn
         prompt = self.step.phase == "prefill"
         if not prompt or turn.acts:
-            ctx = self._context(index, layer, asked)
+            ctx = self._context(index, layer, asked, out)
             if plan.propagate is not None and self.source is not None and self.step.ends_prompt:
                 propagate(self, index, layer, ctx)
             if plan.evict is not None:

@@ -19,8 +19,8 @@ class Traits:
     """Facts about a role, given as keywords of its class: ``class SnapKV(Evictor, heads="own")``.
 
     Attributes:
-        needs: required facts of ``ctx.model``: "rotary" and "output_weight"; with "hidden", an evictor that observes
-            gets ``ctx.hidden`` and ``ctx.output``; "uncapped" requires logits without a cap
+        needs: required facts of ``ctx.model``: "rotary" and "output_weight"; with "hidden", an evictor gets
+            ``ctx.hidden`` and ``ctx.output``; "uncapped" requires logits without a cap
             (``AttentionTerms.softcap``). Other models are refused.
         heads: heads needed to choose for a KV head: "own" for that KV head and its query heads, "all" if other heads of
             the layer count and `ctx.ranks` is used for those of other processes. None: unknown, so the plan is refused
