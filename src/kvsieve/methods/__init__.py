@@ -9,6 +9,7 @@ from kvsieve.methods import (
     claa,
     clusterkv,
     compact_attention,
+    compactor,
     corm,
     criticalkv,
     critiprefill,
@@ -74,6 +75,7 @@ from kvsieve.methods.chunkkv import ChunkKV
 from kvsieve.methods.claa import CrossLayerTSP
 from kvsieve.methods.clusterkv import ClusterKV
 from kvsieve.methods.compact_attention import CompactAttention
+from kvsieve.methods.compactor import Compactor
 from kvsieve.methods.corm import CORM
 from kvsieve.methods.criticalkv import CriticalKV
 from kvsieve.methods.critiprefill import CritiPrefill
@@ -146,6 +148,7 @@ __all__ = [
     "ChunkKV",
     "ClusterKV",
     "CompactAttention",
+    "Compactor",
     "CritiPrefill",
     "CriticalKV",
     "CrossLayerTSP",
@@ -201,6 +204,7 @@ __all__ = [
     "claa",
     "clusterkv",
     "compact_attention",
+    "compactor",
     "corm",
     "criticalkv",
     "critiprefill",
