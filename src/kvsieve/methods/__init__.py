@@ -13,6 +13,7 @@ from kvsieve.methods import (
     corm,
     criticalkv,
     critiprefill,
+    curdkv,
     duoattention,
     dynamickv,
     exact_topk,
@@ -79,6 +80,7 @@ from kvsieve.methods.compactor import Compactor
 from kvsieve.methods.corm import CORM
 from kvsieve.methods.criticalkv import CriticalKV
 from kvsieve.methods.critiprefill import CritiPrefill
+from kvsieve.methods.curdkv import CurDKV
 from kvsieve.methods.duoattention import DuoAttention
 from kvsieve.methods.dynamickv import DynamicKV
 from kvsieve.methods.exact_topk import ExactTopK
@@ -152,6 +154,7 @@ __all__ = [
     "CritiPrefill",
     "CriticalKV",
     "CrossLayerTSP",
+    "CurDKV",
     "DuoAttention",
     "DynamicKV",
     "ExactTopK",
@@ -208,6 +211,7 @@ __all__ = [
     "corm",
     "criticalkv",
     "critiprefill",
+    "curdkv",
     "duoattention",
     "dynamickv",
     "exact_topk",
