@@ -5,6 +5,7 @@ from kvsieve.methods import (
     adakv,
     asl,
     cake,
+    capkv,
     chunkkv,
     claa,
     clusterkv,
@@ -72,6 +73,7 @@ from kvsieve.methods.adakv import AdaKV, GroupedSnapKV
 from kvsieve.methods.asl import AdaptiveTSP
 from kvsieve.methods.base import ScoredEvictor
 from kvsieve.methods.cake import CAKE, CakeScores
+from kvsieve.methods.capkv import CapKV
 from kvsieve.methods.chunkkv import ChunkKV
 from kvsieve.methods.claa import CrossLayerTSP
 from kvsieve.methods.clusterkv import ClusterKV
@@ -147,6 +149,7 @@ __all__ = [
     "AdaKV",
     "AdaptiveTSP",
     "CakeScores",
+    "CapKV",
     "ChunkKV",
     "ClusterKV",
     "CompactAttention",
@@ -203,6 +206,7 @@ __all__ = [
     "adakv",
     "asl",
     "cake",
+    "capkv",
     "chunkkv",
     "claa",
     "clusterkv",

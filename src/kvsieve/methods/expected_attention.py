@@ -28,32 +28,25 @@ _FUTURE = 64
 _BLOCK_ELEMENTS = 1 << 24
 
 
-@register_method(
-    "expectedattention",
-    title="Expected Attention",
-    paper="arXiv 2510.00636",
-    phase="end of prompt",
-    query_aware=False,
-    summary="Keep the entries that later queries are expected to attend to, judged by the prompt's queries.",
-    budget="20%",
-)
 @dataclass(frozen=True, kw_only=True)
-class ExpectedAttention(ScoredEvictor, needs=("rotary", "uncapped"), heads="own", query_aware=False):
-    """Keep the entries with the largest expected attention from future queries.
+class FutureQueries(ScoredEvictor, needs=("rotary",)):
+    """An evictor that knows the mean of a prompt's queries before rotation, without those of the first `sinks` tokens.
 
-    sinks: S first tokens, always kept, without their queries. n_future: future positions that the rotation is averaged
-    over. use_covariance: False for the mean alone. use_vnorm: weigh by the values' norms.
+    It is in ``ctx.state["mean"]``, [B, Hq, D]; with `_scatters` also their scatter matrix, [B, Hq, D, D], and
+    ``ctx.state["queries"]`` has their number, [B]. n_future: future positions that `average_turn` averages over.
     """
 
     sinks: int = 4
     n_future: int = 512
-    use_covariance: bool = True
-    use_vnorm: bool = True
 
     def __post_init__(self) -> None:
         check_int(self, "sinks", self.sinks, 0)
         check_int(self, "n_future", self.n_future, 1, most=1 << 16)
         super().__post_init__()
+
+    @property
+    def _scatters(self) -> bool:
+        return False
 
     @property
     def when(self) -> When:
@@ -90,7 +83,7 @@ class ExpectedAttention(ScoredEvictor, needs=("rotary", "uncapped"), heads="own"
         if "queries" not in state:
             state["queries"] = query.new_zeros(batch)
             state["mean"] = query.new_zeros(batch, heads, size)
-            if self.use_covariance:
+            if self._scatters:
                 state["scatter"] = query.new_zeros(batch, heads, size, size)
         before = state["queries"]
         added = counted.sum(-1).to(query.dtype)
@@ -98,17 +91,57 @@ class ExpectedAttention(ScoredEvictor, needs=("rotary", "uncapped"), heads="own"
         mean = (query * weight).sum(2) / added.clamp_min(1)[:, None, None]
         moved = mean - state["mean"]
         share = (added / total.clamp_min(1))[:, None, None]
-        if self.use_covariance:
+        if self._scatters:
             centred = (query - mean[:, :, None]) * weight
             between = (before[:, None, None] * share)[..., None] * moved[..., None] * moved[..., None, :]
             state["scatter"] = state["scatter"] + centred.transpose(-1, -2) @ centred + between
         state["mean"] = state["mean"] + moved * share
         state["queries"] = total
 
+    def average_turn(self, ctx: LayerContext, dtype: torch.dtype) -> Tensor:
+        """Return the mean rotation over each row's next positions, [B, D, D], to multiply row vectors with."""
+        size = ctx.keys.shape[3]
+        device = ctx.keys.device
+        basis = torch.eye(size, dtype=dtype, device=device)[None, :, None]
+        average: dict[int, Tensor] = {}
+        for length in dict.fromkeys(ctx.step.lengths):
+            total = basis.new_zeros(size, size)
+            for start in range(0, self.n_future, _FUTURE):
+                place = torch.arange(start, min(start + _FUTURE, self.n_future), device=device)[None] + length
+                vectors = basis.expand(-1, -1, place.shape[1], -1)
+                total += model_facts(ctx).rotate(ctx.layer_idx, vectors, place)[0].sum(1)
+            average[length] = total / self.n_future
+        return torch.stack([average[length] for length in ctx.step.lengths])
+
+
+@register_method(
+    "expectedattention",
+    title="Expected Attention",
+    paper="arXiv 2510.00636",
+    phase="end of prompt",
+    query_aware=False,
+    summary="Keep the entries that later queries are expected to attend to, judged by the prompt's queries.",
+    budget="20%",
+)
+@dataclass(frozen=True, kw_only=True)
+class ExpectedAttention(FutureQueries, needs=("rotary", "uncapped"), heads="own", query_aware=False):
+    """Keep the entries with the largest expected attention from future queries.
+
+    sinks: S first tokens, always kept, without their queries. n_future: future positions that the rotation is averaged
+    over. use_covariance: False for the mean alone. use_vnorm: weigh by the values' norms.
+    """
+
+    use_covariance: bool = True
+    use_vnorm: bool = True
+
+    @property
+    def _scatters(self) -> bool:
+        return self.use_covariance
+
     def scores(self, ctx: LayerContext) -> Tensor:
         batch, heads, length, size = ctx.keys.shape
         dtype = score_dtype(ctx.keys.dtype)
-        turn = self._average_turn(ctx, dtype)
+        turn = self.average_turn(ctx, dtype)
         mean = (ctx.state["mean"].to(dtype) @ turn).view(batch, heads, -1, size) * ctx.scale
         spread = None
         if self.use_covariance:
@@ -131,18 +164,3 @@ class ExpectedAttention(ScoredEvictor, needs=("rotary", "uncapped"), heads="own"
         if self.use_vnorm:
             scores = scores * ctx.values.to(dtype).norm(dim=-1)
         return scores.masked_fill(sinks, float("inf"))
-
-    def _average_turn(self, ctx: LayerContext, dtype: torch.dtype) -> Tensor:
-        """Return the mean rotation over each row's next positions, [B, D, D], to multiply row vectors with."""
-        size = ctx.keys.shape[3]
-        device = ctx.keys.device
-        basis = torch.eye(size, dtype=dtype, device=device)[None, :, None]
-        average: dict[int, Tensor] = {}
-        for length in dict.fromkeys(ctx.step.lengths):
-            total = basis.new_zeros(size, size)
-            for start in range(0, self.n_future, _FUTURE):
-                place = torch.arange(start, min(start + _FUTURE, self.n_future), device=device)[None] + length
-                vectors = basis.expand(-1, -1, place.shape[1], -1)
-                total += model_facts(ctx).rotate(ctx.layer_idx, vectors, place)[0].sum(1)
-            average[length] = total / self.n_future
-        return torch.stack([average[length] for length in ctx.step.lengths])
