@@ -42,6 +42,7 @@ from kvsieve.methods import (
     minference,
     mixed,
     morphkv,
+    obcache,
     omnikv,
     outlier,
     per_turn,
@@ -108,6 +109,7 @@ from kvsieve.methods.loki import Loki
 from kvsieve.methods.lookahead import Lookahead
 from kvsieve.methods.minference import MInference
 from kvsieve.methods.morphkv import MorphKV
+from kvsieve.methods.obcache import OBCache
 from kvsieve.methods.omnikv import OmniKV
 from kvsieve.methods.outlier import Outlier
 from kvsieve.methods.per_turn import PerTurn
@@ -177,6 +179,7 @@ __all__ = [
     "Lookahead",
     "MInference",
     "MorphKV",
+    "OBCache",
     "OmniKV",
     "Outlier",
     "PerLayer",
@@ -243,6 +246,7 @@ __all__ = [
     "minference",
     "mixed",
     "morphkv",
+    "obcache",
     "omnikv",
     "outlier",
     "per_turn",
