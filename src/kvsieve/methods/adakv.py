@@ -28,6 +28,7 @@ from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.allocators import LayerAllocator
 from kvsieve.methods.base import ScoredEvictor, apply_protection, check_int, hide_padding, skips
+from kvsieve.methods.criticalkv import critical_ranks
 from kvsieve.methods.pyramidkv import pyramid_shares
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.planning import defaults
@@ -62,7 +63,7 @@ class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
     base: ranks entries and has the budget, the mean over heads; its scores should be comparable between heads, as
     attention is. alpha: part of the budget that every head gets, in [0, 1]; 1 is uniform. normalize: scale scores by
     the share of them within a head's budget. rule: "paper" or "kvpress". pyramid, beta: budgets per layer as in
-    PyramidKV.
+    PyramidKV. critical: choose within a head's budget as CriticalKV, by scores and norms of projected values.
     """
 
     base: ScoredEvictor = GroupedSnapKV(budget=Budget(ratio=0.2))
@@ -71,6 +72,7 @@ class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
     rule: Rule = "paper"
     pyramid: bool = False
     beta: int = 20
+    critical: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,6 +84,8 @@ class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
     def traits(self) -> Traits:
         # Heads with different entries cannot be compared slot by slot, as a base that needs all heads does.
         traits = super().traits
+        if self.critical:
+            traits = replace(traits, needs=tuple(dict.fromkeys(("output_weight", *traits.needs))))
         return traits if self.base.traits.heads == "own" else replace(traits, heads=None)
 
     def divide(self, layers: Sequence[int], length: int, count: int, floor: int) -> list[int]:
@@ -107,7 +111,7 @@ class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
             even = torch.tensor([one or other for one, other in zip(fits, whole, strict=True)])
             later = _match(later, budgets.shape[1]).where(even[:, None], budgets)
             # No head gets more entries than it has.
-            selection = pack_ragged(top_mask(scores, budgets), budgets.tolist())
+            selection = pack_ragged(self._best(ctx, scores, budgets), budgets.tolist())
         ctx.state["heads"] = later.clone()
         return selection
 
@@ -118,7 +122,11 @@ class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
             return None
         scores, _ = apply_protection(ctx, hide_padding(ctx, self.base.scores(ctx)), counts)
         heads = torch.maximum(_match(heads, scores.shape[1]), scores.isposinf().sum(-1))
-        return pack_ragged(top_mask(scores, heads) & ~scores.isneginf())
+        return pack_ragged(self._best(ctx, scores, heads) & ~scores.isneginf())
+
+    def _best(self, ctx: LayerContext, scores: Tensor, budgets: Tensor) -> Tensor:
+        """Mark the entries that stay, with ``budgets[b, h]`` in a head."""
+        return top_mask(critical_ranks(ctx, scores, budgets // 2) if self.critical else scores, budgets)
 
     def head_budgets(self, scores: Tensor, counts: tuple[int, ...], like: list[_Facts] | None = None) -> Tensor:
         """Return the entries of each head, ``counts[b]`` on average: int64 [B, H], on the host.

@@ -36,13 +36,24 @@ class CriticalKV(Wrapper, needs=("output_weight",), heads="own", query_aware=Fal
     """
 
     def ranks(self, ctx: LayerContext, kept: tuple[int, ...]) -> Tensor:
-        scores = hide_padding(ctx, self.base.scores(ctx))
-        first = top_mask(scores, tuple(count // 2 for count in kept)) | scores.isposinf()
-        lowest = scores.masked_fill(scores.isinf(), 0).amin(-1, keepdim=True).clamp_max(0)
-        weight = projected_norm(ctx)
-        if scores.shape[1] != weight.shape[1]:
-            weight = group_mean(weight, scores.shape[1])
-        return ((scores - lowest + _FLOOR) * weight).masked_fill(first, float("inf"))
+        return critical_ranks(ctx, hide_padding(ctx, self.base.scores(ctx)), tuple(count // 2 for count in kept))
+
+
+def critical_ranks(ctx: LayerContext, scores: Tensor, first: tuple[int, ...] | Tensor) -> Tensor:
+    """Return the ranks of both stages: +inf for the `first` best by scores, then scores times projected norms.
+
+    Args:
+        ctx: the layer.
+        scores: [B, H, N] or [B, Hq, N], -inf for padding.
+        first: entries of the first stage, per row, or int64 [B, H].
+    """
+    best = top_mask(scores, first) | (scores >= torch.finfo(scores.dtype).max)
+    lowest = scores.masked_fill(best | scores.isneginf(), 0).amin(-1, keepdim=True).clamp_max(0)
+    weight = projected_norm(ctx)
+    if scores.shape[1] != weight.shape[1]:
+        weight = group_mean(weight, scores.shape[1])
+    ranks = (scores - lowest + _FLOOR) * weight
+    return ranks.masked_fill(scores.isneginf(), float("-inf")).masked_fill(best, float("inf"))
 
 
 def projected_norm(ctx: LayerContext) -> Tensor:
