@@ -52,6 +52,7 @@ from kvsieve.methods import (
     qfilters,
     quest,
     random,
+    rerotation,
     rocketkv,
     roco,
     rotated,
@@ -119,6 +120,7 @@ from kvsieve.methods.pyramidkv import PyramidKV
 from kvsieve.methods.qfilters import QFilters
 from kvsieve.methods.quest import Quest
 from kvsieve.methods.random import Random
+from kvsieve.methods.rerotation import Rerotation
 from kvsieve.methods.rocketkv import RocketEviction
 from kvsieve.methods.roco import RoCo
 from kvsieve.methods.rotated import Rotated
@@ -190,6 +192,7 @@ __all__ = [
     "QFilters",
     "Quest",
     "Random",
+    "Rerotation",
     "RoCo",
     "RocketEviction",
     "Rotated",
@@ -257,6 +260,7 @@ __all__ = [
     "qfilters",
     "quest",
     "random",
+    "rerotation",
     "rocketkv",
     "roco",
     "rotated",

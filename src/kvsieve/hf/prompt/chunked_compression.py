@@ -188,7 +188,7 @@ def _read(
     known = real.new_ones(len(tokens), seen) if known is None else known
     whole = torch.cat([known, real], 1)
     mask = None if bool(whole.all()) else whole
-    ends = chunk_ends(size, options.chunk, step.evictor.question_tokens)
+    ends = chunk_ends(size, options.chunk, step.evictor.window)
     for first, last in zip([0, *ends], ends, strict=False):
         request = PassRequest(Plan(name=model.plan.name), "prefill", last_chunk=last == size, on_layer=step.reduce)
         model.feed(cache, tokens[:, first:last], None if mask is None else mask[:, : seen + last], request)
