@@ -21,6 +21,7 @@ PLANS = {
     "lagkv, chunks": {"chunks": True, "lag": 8, "sinks": 2},
     "snapkv, every": {"every": 3},
     "snapkv, codec": {"codec": "kivi:bits=8:block=8:tail=4"},
+    "finch, all at once": {"chunk_length": 100},
 }
 
 

@@ -61,7 +61,10 @@ def read_short_prompt(
     compressed = None
     if isinstance(model.plan.evict, ChunkedEvictor) and reduce:
         shown = dataclasses.replace(options, progress=shifted(options.progress, 0, token_index.shape[1] + question))
+        # Its passes have columns of their own.
+        known, cache.conversation.ends = cache.conversation.ends, None
         compressed = compress(model, cache, input_ids, token_index, real, shown, protected)
+        cache.conversation.ends = known
         token_index = compressed.token_index
         real = compressed.token_index >= 0
     elif propagator is not None and reduce:
