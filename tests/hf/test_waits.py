@@ -26,6 +26,7 @@ MORE = {
     "asl": (6, 0),
     "cake": (ONCE, 2),
     "corm": (ONCE, 1),
+    "criticaladakv": (ONCE + 1, 1),
     "dynamickv": (ONCE, 3),
     "flashprefill": (CHECKS + 2, 1),
     "flexprefill": (CHECKS + 2, 1),
@@ -39,11 +40,11 @@ MORE = {
     "xattention": (CHECKS + 2, 1),
     "zigzagkv": (ONCE, 2),
 }
-# Finch and KVzip move a prompt's tokens to and fro between passes.
+# Finch, re-rotation and KVzip move a prompt's tokens to and fro between passes.
 METHODS = [
     name
     for name in kvsieve.list_methods()
-    if not kvsieve.method_info(name).is_codec and name not in ("finch", "kvzip", "per-layer")
+    if not kvsieve.method_info(name).is_codec and name not in ("finch", "kvzip", "per-layer", "rerotation")
 ]
 
 

@@ -46,6 +46,7 @@ PARAMETERS = {
     # Its own filters leave nothing to share in a tiny model.
     "omnikv": {"share": "1", "wait": 0},
     "pyramidinfer": {"min_context": 8, "rate": 0.3, "recent": 0.1},
+    "rerotation": {"base": "knorm", "chunk_length": 32},
     "roco": {"recent": 0.3, "newest": 2},
     "sagekv": {"recent": 0.5},
     "scope": {"base": "knorm", "answer": "40%"},
