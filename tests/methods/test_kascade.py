@@ -47,6 +47,7 @@ def test_layers_and_their_anchors():
 
 
 def test_paper_and_profile():
+    assert Kascade(budget=16).traits.heads is None and Kascade(budget=16, anchor_heads=[[0]]).traits.heads == "all"
     assert not kvsieve.plan("kascade", paper=True).read.newest
     assert kvsieve.plan("kascade").read.budget == kvsieve.Budget.parse("10%")
 

@@ -24,7 +24,9 @@ from kvsieve.methods import (
     ExactTopK,
     ExpectedAttention,
     Finch,
+    Kascade,
     KVzip,
+    Loki,
     Lookahead,
     PyramidInfer,
     Quest,
@@ -35,6 +37,7 @@ from kvsieve.methods import (
 )
 from kvsieve.methods.cake import CakeScores
 from kvsieve.methods.h2o import received_mass
+from kvsieve.methods.loki import LokiSetting
 from kvsieve.methods.pyramidinfer import _tail_mass
 from kvsieve.methods.readers import Setting
 from layers import context
@@ -140,6 +143,8 @@ READERS = {
     "hsa": (HSA(budget=16), Setting(4, 4, 1, N)),
     "sparq": (SparQ(budget=16), Setting(4, 4, 1, N)),
     "exacttopk": (ExactTopK(budget=16, per_group=True), Setting(4, 4)),
+    "kascade": (Kascade(budget=16), Setting(4, 4)),
+    "loki": (Loki(budget=16), LokiSetting(4, 4, 1, N, fitted=N)),
 }
 
 

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from kvsieve.attention.paged import CompiledReading, why_not_compiled
 from kvsieve.attention.request import AttentionRequest, Executor
-from kvsieve.attention.shared import Correspondence, Entries, MadeChoice, Sharing, correspondence, sizes_of, stacked
+from kvsieve.attention.shared import (
+    Correspondence,
+    Entries,
+    MadeChoice,
+    RowReading,
+    Sharing,
+    correspondence,
+    sizes_of,
+    stacked,
+)
 from kvsieve.cache import LayerMemory, RowGroups
 from kvsieve.core.kv_rows import Choice, DeviceLength, KVRows
 from kvsieve.types import AttentionQueries
@@ -41,7 +50,7 @@ class Reading:
     whole: tuple[bool, ...]
     compiled: CompiledReading | None = None
     not_compiled: str | None = None
-    anchor: Reading | None = None
+    anchor: RowReading | None = None
     shared: Correspondence | None = None
     compiled_shared: CompiledReading | None = None
     begun: bool = False

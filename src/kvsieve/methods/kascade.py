@@ -14,7 +14,7 @@ end of the prompt and stays the same during an answer; the current entry is alwa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
@@ -23,7 +23,7 @@ from kvsieve.methods.exact_topk import ExactTopK
 from kvsieve.methods.readers import Setting
 from kvsieve.planning.profiles import Heads, numbers
 from kvsieve.planning.registry import register_method
-from kvsieve.planning.roles import Layers
+from kvsieve.planning.roles import Layers, Traits
 from kvsieve.types import AttentionQueries
 
 
@@ -48,6 +48,10 @@ class Kascade(ExactTopK, static_shapes=True):
     per_group: bool = True
     share: Layers = 6
     anchor_heads: Heads = field(default=(), repr=False)
+
+    @property
+    def traits(self) -> Traits:
+        return replace(self.TRAITS, heads="all") if self.anchor_heads else self.TRAITS
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -40,7 +40,7 @@ FILTERS, LAYERS = (2, 8, 18), 32
     derive=lambda model, digits: {"share": "/".join(str(filter_at(layer, model.layers)) for layer in FILTERS)},
 )
 @dataclass(frozen=True, kw_only=True)
-class OmniKV(BudgetReader, static_shapes=True):
+class OmniKV(BudgetReader, heads="all", static_shapes=True):
     """Attend to the tokens that the filter layer before has chosen. share: the filters, or layers per filter.
 
     wait: layers after each filter that attend to everything.

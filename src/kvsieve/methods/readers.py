@@ -63,7 +63,7 @@ class BudgetReader(Reader):
         return self.share != 1
 
     def anchor(self, layer_idx: int, num_layers: int) -> int:
-        return anchors(self.share, self.skip_layers, num_layers)[layer_idx]  # type: ignore[arg-type]
+        return anchors(self.share, self.skip_layers, num_layers)[layer_idx]
 
     def attends_to_all(self, setting: Setting) -> bool:
         return setting.dense

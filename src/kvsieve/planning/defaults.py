@@ -49,7 +49,7 @@ PAPER: dict[str, dict[str, Any]] = {
     # One set per query head, the mean of values blended in, no entry forced.
     "sparq": {"per_query_head": True, "mean_value": True, "newest": False},
     # Algorithm 1: a quarter of the entries by a quarter of the components, in each query head.
-    "loki": {"budget": 0.25, "part": 0.25, "per_query_head": True, "newest": False},
+    "loki": {"part": 0.25, "per_query_head": True, "newest": False},
     # Section 3 and code: 16 sinks, a set per query head, first two layers dense.
     "clusterkv": {"sinks": 16, "per_query_head": True, "skip_layers": 2},
     # Code, decode only: no entry is forced.

@@ -82,6 +82,11 @@ def ranks_of(model: Any, plan: Plan) -> Ranks:
                 "and might decide on the heads of one process alone; run it on one, or use another method "
                 "(docs/models.md)"
             )
+    if plan.read is not None and plan.read.traits.heads == "all":
+        raise PlanError(
+            f"{plan.name!r} cannot run on a model whose heads are divided among {size} processes: "
+            f"{type(plan.read).__name__} reads by what other heads choose; run it on one, or use another reader"
+        )
     return GroupRanks(mesh.get_group(), heads, model.device)
 
 
