@@ -14,6 +14,7 @@ within a round. `dense` is full KV beside it.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 from collections.abc import Callable
@@ -28,6 +29,11 @@ from kvsieve.lab.bench.prompts import text_ids
 from kvsieve.report.environment import environment, write_result
 
 Times = dict[str, list[tuple[float, float]]]
+
+
+def shared(plan: kvsieve.Plan, share: int) -> kvsieve.Plan:
+    """Return the plan with so many layers to a choice."""
+    return dataclasses.replace(plan, read=dataclasses.replace(plan.read, share=share))  # type: ignore[type-var]
 
 
 def parts(times: Times, every: str, single: str, layers: int, names: list[str]) -> dict[str, Any]:
@@ -76,7 +82,7 @@ def main() -> None:
     joint = "," if ":" in arguments.plan else ":"
     shares = sorted({1, *(int(share) for share in arguments.share.split(","))})
     names = {share: f"{arguments.plan}{joint}share={share}" for share in (*shares, layers)}
-    plans = {name: spec(arguments.plan if share == 1 else name) for share, name in names.items()}
+    plans = {name: shared(spec(arguments.plan), share) for share, name in names.items()}
     plans["dense"] = spec("full")
     contenders = {
         name: Contender(model, plan, arguments.decode, ids, arguments.length, new) for name, plan in plans.items()
