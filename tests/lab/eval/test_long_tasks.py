@@ -108,6 +108,15 @@ def test_code_is_scored_by_its_tests(monkeypatch, answer, passed):
     assert passed_tests(HEAD, [-4, -2, 2, 4])(answer, ())["score"] == passed
 
 
+def test_every_step_is_tested():
+    for index in range(4):
+        turn = made("codetests", index).turns[0]
+        *steps, last = turn.answers[0].splitlines()
+        for at in range(3):
+            without = "\n".join([*steps[:at], *steps[at + 1 :], last])
+            assert turn.score(turn.answers[0], ())["score"] == 1 > turn.score(without, ())["score"]
+
+
 def test_the_body_ends_with_its_indentation():
     assert code_of("return 1\nprint(2)", HEAD) == f"{HEAD}\n    return 1"
     assert code_of("  return 1", HEAD) == f"{HEAD}\n  return 1"

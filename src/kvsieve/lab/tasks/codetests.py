@@ -28,7 +28,7 @@ _STEPS: tuple[tuple[str, str, Step], ...] = (
 )
 Steps = list[tuple[tuple[str, str, Step], int]]
 _FUNCTIONS = 6
-_TESTS = tuple(range(-7, 60, 6))
+_TESTS = tuple(range(-9, 60, 3))
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,13 @@ class CodeTests(Generated):
 
 
 def _drawn(rng: random.Random) -> Steps:
-    """Return three steps with results that differ between tests."""
+    """Return three steps with results that differ between tests, and differ at some of them without any one step."""
     while True:
         steps = [(form, rng.randrange(2, 20)) for form in rng.sample(_STEPS, 3)]
-        if len(set(_results(steps))) > len(_TESTS) // 2:
+        results = _results(steps)
+        shorter = [_results(steps[:at] + steps[at + 1 :]) for at in range(len(steps))]
+        changed = [sum(one != other for one, other in zip(results, found, strict=True)) for found in shorter]
+        if len(set(results)) > len(_TESTS) // 3 and min(changed) >= len(_TESTS) // 4:
             return steps
 
 
