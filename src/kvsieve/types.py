@@ -238,6 +238,8 @@ class LayerContext:
             in `needs`. At `select` these are the last tokens of the prompt, at least the `window` but after a chunked
             prefill no earlier chunk; while decoding, the newest ones.
         output: [B, Hq, T, Dv], each head's attention output; as `hidden`.
+        ids: int64 [B, columns], ids of all tokens fed so far, padding included, by the columns of `index`; for an
+            evictor that lists "tokens" in `needs`, otherwise maybe None.
         ranks: the processes with the other heads, if Hq and H are not all there are; see roles.Traits.heads.
         softcap: as in AttentionQueries, needed to compute weights; None for no cap.
         sinks: [Hq], as `softcap`.
@@ -264,6 +266,7 @@ class LayerContext:
     layers: tuple[int, ...] = ()
     hidden: Tensor | None = None
     output: Tensor | None = None
+    ids: Tensor | None = None
     ranks: Ranks = ALONE
     softcap: float | None = None
     sinks: Tensor | None = None

@@ -126,7 +126,7 @@ def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any], taken_as: st
     kwargs[taken_as] = cache
     model.check_cache(cache)
     fed = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
-    outer_inputs.pop("input_ids", None)
+    outer_ids = outer_inputs.pop("input_ids", None)
     several = fed is not None and fed.shape[1] > 1
     media = any(_is_media(name, value) for name, value in (outer or {}).items())
     if several and cache.num_seen and media:
@@ -136,7 +136,8 @@ def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any], taken_as: st
         )
     text = (outer or {}).get("input_ids") if several and not media else None
     model.check_tokens(cache, 0 if fed is None else fed.shape[1], text)
-    session = passes.open_session(model.context, model.plan, cache, {**kwargs, **outer_inputs})
+    token_ids = None if outer_ids is None or fed is None else outer_ids[:, -fed.shape[1] :]
+    session = passes.open_session(model.context, model.plan, cache, {**kwargs, **outer_inputs, "token_ids": token_ids})
     positions = kwargs.get("position_ids")
     if several and positions is not None and positions.ndim == 3:
         if bool((positions != positions[:1]).any()):

@@ -57,6 +57,9 @@ def stack(caches: Sequence[SieveCache], reserve: int = 0) -> SieveCache:
     conversation.prompt_lengths = tuple(n for cache in caches for n in cache.conversation.prompt_lengths)
     if any(cache.conversation.mask is not None for cache in caches):
         conversation.mask = torch.cat([_mask(cache) for cache in caches])
+    ids = [cache.conversation.ids for cache in caches]
+    known = [part[:, : first.num_seen] for part in ids if part is not None]
+    conversation.ids = torch.cat(known) if len(known) == len(ids) else None
     for low, high in (cache.conversation.tables for cache in caches if cache.conversation.tables is not None):
         conversation.note_tables(low)
         conversation.note_tables(high)

@@ -149,6 +149,8 @@ class Conversation:
         prompt_lengths: true tokens of each row when the turn's prompt was complete.
         short_prompt: the caller's prompt, under a plan that keeps a shorter one instead.
         protected: tokens that must not be evicted.
+        ids: int64 [B, num_seen or more], token ids of the columns fed so far, under a plan that chooses by them; None
+            for others.
         multi_axis_positions: True once tokens had positions on several axes, such as an image's: later positions do not
             simply count on.
         position_shift: position of a token less its index, after images; 0 for text.
@@ -165,6 +167,7 @@ class Conversation:
     prompt_lengths: tuple[int, ...] = ()
     short_prompt: ShortPrompt | None = None
     protected: ProtectedTokens | None = None
+    ids: Tensor | None = None
     multi_axis_positions: bool = False
     position_shift: int = 0
     propagated: tuple[PropagatedTokens, ...] = ()
@@ -254,6 +257,8 @@ class Conversation:
             self.prompt_lengths = tuple(self.prompt_lengths[row] for row in rows.tolist())
         if self.mask is not None:
             self.mask = self.mask.index_select(0, rows.to(self.mask.device))
+        if self.ids is not None:
+            self.ids = self.ids.index_select(0, rows.to(self.ids.device))
         if self.ends is not None:
             self.ends = self.ends.rows(rows)
         if self.short_prompt is not None:
@@ -276,8 +281,7 @@ class Conversation:
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor."""
-        if self.mask is not None:
-            yield self.mask
+        yield from (part for part in (self.mask, self.ids) if part is not None)
         yield from (tokens.columns for tokens in self.propagated)
         for chunk in self.turn.deferred:
             yield from chunk

@@ -83,7 +83,10 @@ def _why_not_evicted(evictor: Evictor) -> str | None:
         return "it drops nothing, so its copy would be as large as the cache; name the method within it"
     if evictor.when.observes:
         return "it needs the queries of the whole prompt, which are not stored"
-    return "it needs hidden states, which are not stored" if "hidden" in evictor.traits.needs else None
+    for need, words in (("hidden", "hidden states"), ("tokens", "token ids")):
+        if need in evictor.traits.needs:
+            return f"it needs {words}, which are not stored"
+    return None
 
 
 def view_drafter(model: AttachedModel, cache: SieveCache, plan: Plan, row: int = 0) -> Drafter:

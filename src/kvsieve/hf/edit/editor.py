@@ -217,6 +217,7 @@ def _rewrite(model: AttachedModel, cache: SieveCache, layout: Arrangement, runs:
         for index, layer in layers.items()
     }
     turn = cache.conversation.turn
+    known = cache.conversation.ids
     cache.touch()
     cache.conversation.turn = dataclasses.replace(
         turn, reading=True, acts=False, deferred=[], record=TurnRecord(reduced=False)
@@ -236,6 +237,7 @@ def _rewrite(model: AttachedModel, cache: SieveCache, layout: Arrangement, runs:
     if model.plan.codec is not None:
         for index in encoded:
             layers[index].encode(model.plan.codec, ends_prompt=True)
+    cache.conversation.ids = None if known is None else layout.ids[None].to(known.device)
     _move_records(cache, turn, target, size)
 
 

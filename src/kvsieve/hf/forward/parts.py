@@ -195,6 +195,8 @@ class TokenParts:
         )
         tokens = self._tokens.part(slice(first, last))
         facts = whole.plan, None, whole.cache, step, tokens, whole.model, whole.request
-        session = PartSession(*facts, ahead=first, counts=self._counts[first:last], choices=whole.choices)
+        session = PartSession(
+            *facts, ids=whole.ids, ahead=first, counts=self._counts[first:last], choices=whole.choices
+        )
         self._sessions[first, last] = session
         return session

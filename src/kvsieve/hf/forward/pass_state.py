@@ -50,6 +50,7 @@ class PassState:
         hidden: [B, L, C], input of the current layer; kept only for evictors that need it.
         moved: True once other tokens travel than those of the pass.
         order: int64 [B, L], execution order of the pass's columns; None if unchanged.
+        ids: int64 [B, columns], ids of the tokens up to the end of the pass; None unless needed.
         checks: values computed by the plan, not checked yet; see `core.checks`.
         selection: tokens that a propagator lets pass from the current layer; None for all.
         ahead: tokens of the answer that the same call of the model processes before this pass; see transaction.py.
@@ -74,6 +75,7 @@ class PassState:
     hidden: Tensor | None = None
     moved: bool = False
     order: Tensor | None = None
+    ids: Tensor | None = None
     checks: list[Value] = field(default_factory=list)
     ahead: int = 0
     selection: Selection | None = None

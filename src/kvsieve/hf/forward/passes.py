@@ -15,6 +15,7 @@ from kvsieve.errors import InputError, UnsupportedModelError, UnsupportedOptionE
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.forward.checks import check_fits, check_needs_no_driver, check_step, check_tentative, warn_of_few
 from kvsieve.hf.forward.compact import columns_of, has_holes
+from kvsieve.hf.forward.fed_ids import ids_so_far
 from kvsieve.hf.forward.own_generate import note_cache
 from kvsieve.hf.forward.padding import checked_mask
 from kvsieve.hf.forward.request import CANDIDATES, PLAIN, ModelContext, PassRequest
@@ -70,7 +71,7 @@ def open_session(
         model: facts about the attached model.
         plan: the attached plan.
         cache: of the pass.
-        call: the decoder's arguments: input_ids or inputs_embeds, and attention_mask.
+        call: the decoder's arguments: input_ids or inputs_embeds, and attention_mask; see fed_ids.py for token_ids.
         request: of a driver.
 
     Raises:
@@ -107,7 +108,8 @@ def open_session(
         None if plan.propagate is None or not turn.acts else plan.propagate.first_layer(model.num_layers, model.layers)
     )
     kind = AnswerSession if not prefill and (new > 1 or request.tentative) else Session
-    session = kind(plan, source, cache, step, tokens, model, request, outer=_ACTIVE.get(), order=order)
+    fed_ids = ids_so_far(plan, cache, call, request)
+    session = kind(plan, source, cache, step, tokens, model, request, outer=_ACTIVE.get(), order=order, ids=fed_ids)
     conversation.batch = batch
     if prefill:
         short = conversation.short_prompt
@@ -216,6 +218,7 @@ def _commit(session: Session, *, finished: bool) -> None:
     if finished and step.phase == "prefill":
         _check_states(cache)
     cache.advance(step.num_new)
+    cache.conversation.ids = session.ids
     if isinstance(session, AnswerSession):
         session.finish()
     if step.phase == "decode":

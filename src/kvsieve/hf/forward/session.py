@@ -169,6 +169,7 @@ class Session(PassState):
             sinks=asked.sinks,
             hidden=None if self.hidden is None else self.hidden.detach(),
             output=None if self.hidden is None else out.detach(),
+            ids=None if self.ids is None else self.ids[:, : self.end],
         )
 
     def _reduce(self, index: int, layer: SieveLayer, asked: AttentionQueries, out: Tensor) -> None:

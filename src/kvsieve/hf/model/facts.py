@@ -40,7 +40,7 @@ class Facts:
         """Return a clause on which of `needs` (see roles.Traits) are unavailable in `layers`, or None."""
         layers = list(layers)
         for need in needs:
-            if need == "hidden":
+            if need in ("hidden", "tokens"):
                 # Seen while the model runs.
                 continue
             if need == "uncapped":
@@ -49,7 +49,7 @@ class Facts:
                     return f"the plan's estimate of logits does not hold where they are capped, here at {cap}"
                 continue
             if need not in ("rotary", "output_weight"):
-                known = "rotary, output_weight, uncapped and hidden"
+                known = "rotary, output_weight, uncapped, hidden and tokens"
                 raise PlanError(f"an evictor needs {need!r} of the model; known are {known}")
             for index in layers:
                 found = self._rotation(index) if need == "rotary" else self._linear(index)

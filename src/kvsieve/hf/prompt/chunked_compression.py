@@ -209,3 +209,4 @@ def _move_together(model: AttachedModel, cache: SieveCache, step: _ChunkReductio
         layer.store.index.copy_(slots.to(keys.device).masked_fill(~real.to(keys.device), -1)[:, None])
         layer.num_seen = size
     cache.conversation.num_seen, cache.conversation.mask = size, None if bool(real.all()) else real
+    cache.conversation.ids = None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.forward.fed_ids import needs_ids, note_ids
 from kvsieve.hf.forward.pieces import joins_chunks
 from kvsieve.hf.forward.request import PassRequest, PassResult
 from kvsieve.hf.prompt.borders import ends_in_columns
@@ -81,6 +82,8 @@ def read_chunks(
     if acting.drafts and acts:
         cache.turn.drafted = drafted(model, acting, input_ids, mask, cache, chunk)
     together = options.together if options.together and joins_chunks(acting, cache, mask) else None
+    if needs_ids(acting) or options.on_layer is not None:
+        note_ids(cache, input_ids)
     result = None
     for first, last in passes(ends, together):
         if probed and last == total:

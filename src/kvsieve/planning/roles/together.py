@@ -26,6 +26,11 @@ def check_together(
         raise PlanError(
             f"{type(evict).__name__} has When(observes=True) and no method observe(ctx) of its own; add one"
         )
+    if isinstance(evict, ChunkedEvictor) and "tokens" in evict.traits.needs:
+        raise PlanError(
+            f"{type(evict).__name__} compresses a prompt chunk by chunk, and its chunks have no token ids: leave "
+            '"tokens" out of its needs'
+        )
     if propagate is not None and evict is not None:
         _check_propagated(propagate, evict)
     encodes = codec or rest
