@@ -37,7 +37,12 @@ FEWER = {
     ),
     "specprefill": "layers hold what is read, where that is less",
 }
-GROWS = {"duoattention": "retrieval heads keep all that is generated, until the next prompt"}
+GROWS = {
+    "duoattention": "retrieval heads keep all that is generated, until the next prompt",
+}
+BY_ATTENTION = {
+    "simlayerkv": "the budget is what lazy layers keep",
+}
 # A share too, where it says what stays.
 BUDGETS = [(name, NUMBER) for name in kvsieve.list_methods()]
 BUDGETS += [(name, "20%") for name in kvsieve.list_methods() if name not in KEEPS_ALL]
@@ -93,6 +98,9 @@ def test_a_budget_holds_once_every_turns_prompt_is_complete(model, name, budget)
         there = [entries + turn.fed for entries in turn.before]
         if name in KEEPS_ALL:
             assert turn.prompt == there == [turn.length] * 4
+            continue
+        if name in BY_ATTENTION:
+            assert mean(turn.prompt) <= mean(there), turn
             continue
         asked = NUMBER if budget == NUMBER else int(0.2 * turn.length)
         if plan.evict is not None:

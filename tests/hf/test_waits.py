@@ -34,18 +34,16 @@ MORE = {
     "lookahead": (11, 0),
     "minference": (CHECKS + 2, 1),
     "mixed": (ONCE + 6, 17),
+    "simlayerkv": (ONCE, 1),
     "specprefill": (13, 0),
     "squeezeattention": (ONCE, 2),
     "threshold": (ONCE, 1),
     "xattention": (CHECKS + 2, 1),
     "zigzagkv": (ONCE, 2),
 }
-# Finch, re-rotation and KVzip move a prompt's tokens to and fro between passes.
-METHODS = [
-    name
-    for name in kvsieve.list_methods()
-    if not kvsieve.method_info(name).is_codec and name not in ("finch", "kvzip", "per-layer", "rerotation")
-]
+# Finch, re-rotation, KVzip and KVCompose move a prompt's tokens to and fro between passes.
+ELSEWHERE = ("finch", "kvcompose", "kvzip", "per-layer", "rerotation")
+METHODS = [name for name in kvsieve.list_methods() if not kvsieve.method_info(name).is_codec and name not in ELSEWHERE]
 
 
 @functools.cache

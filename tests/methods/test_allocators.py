@@ -32,70 +32,11 @@ from kvsieve.methods import (
 )
 from kvsieve.shared.prompt import read_shared
 from layers import context
+from scored import best, pooled, prompt, run, sizes, weights
 from tiny import padded_prompt
 from tiny_models import build
 
 PADDING = 7
-
-
-def prompt(layers=3, heads=2, groups=2, length=40, batch=1, seed=0, dim=4):
-    """Queries and keys per layer, the deeper ones more peaked."""
-    make = torch.Generator().manual_seed(seed)
-    return [
-        tuple(
-            (1 + layer) * torch.randn(batch, count, length, dim, generator=make, dtype=torch.float64)
-            for count in (heads * groups, heads)
-        )
-        for layer in range(layers)
-    ]
-
-
-def run(evictor, parts, padding=None, protected=None, watch=None):
-    """[layers][rows][heads] columns that stay, every layer holding what the evictor's answers leave of it."""
-    held, shared = [], {}
-    for index, (query, keys) in enumerate(parts):
-        ctx = context(query, keys, padding=padding, layer_idx=index, num_layers=len(parts), shared=shared)
-        ctx.protected = protected
-        columns = ctx.index.long() if ctx.valid is None else ctx.index.long().masked_fill(~ctx.valid, -1)
-        held.append(columns)
-        counts = tuple(evictor.budget.entries(n, evictor.minimum) for n in ctx.step.lengths)
-        answer = evictor.select(ctx, counts)
-        for layer, selection in (answer if isinstance(answer, dict) else {index: answer}).items():
-            if selection is not None:
-                real = selection.real()
-                copies = selection.indices.shape[1] // held[layer].shape[1]
-                kept = held[layer].repeat_interleave(copies, 1).gather(-1, selection.indices)
-                if real is not None:
-                    kept = kept.masked_fill(~(real[:, None] if real.ndim == 2 else real), -1)
-                held[layer] = kept
-        if watch is not None:
-            watch([(columns >= 0).sum((1, 2)).tolist() for columns in held])
-    return [[[[c for c in head if c >= 0] for head in row] for row in layer.tolist()] for layer in held]
-
-
-def sizes(kept, row=0):
-    return [[len(head) for head in layer[row]] for layer in kept]
-
-
-def weights(query, keys, window):
-    """[Hq, W, N] causal softmax of the last queries, plain loops."""
-    groups, length = query.shape[0] // keys.shape[0], keys.shape[1]
-    out = torch.zeros(query.shape[0], window, length, dtype=torch.float64)
-    for head in range(query.shape[0]):
-        for w in range(window):
-            seen = length - window + w + 1
-            logits = keys[head // groups, :seen] @ query[head, length - window + w] * keys.shape[-1] ** -0.5
-            out[head, w, :seen] = logits.softmax(0)
-    return out
-
-
-def pooled(line, kernel, kind):
-    near = [line[max(0, j - kernel // 2) : j + kernel // 2 + 1] for j in range(len(line))]
-    return [max(part) if kind == "max" else sum(part) / kernel for part in near]
-
-
-def best(scores, count):
-    return sorted(sorted(range(len(scores)), key=lambda j: (-scores[j], j))[:count])
 
 
 def snap_scores(query, keys, window, kernel):

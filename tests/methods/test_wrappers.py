@@ -16,7 +16,11 @@ from kvsieve.planning.roles import ChunkedEvictor, Evictor
 from kvsieve.types import When
 from tiny_models import build
 
-MORE = {"PerLayer": {"shares": (1, 1, 1, 1)}, "AdaKV": {"normalize": False}}
+MORE = {
+    "PerLayer": {"shares": (1, 1, 1, 1)},
+    "AdaKV": {"normalize": False},
+    "HeadKV": {"heads": ((1.0, 0.5),) * 4},
+}
 
 
 def holders():
@@ -69,7 +73,7 @@ class Observing(Offering):
 
 
 def test_every_wrapper_is_found():
-    assert len(holders()) == 10
+    assert len(holders()) == 14
 
 
 @pytest.mark.parametrize("kind", holders(), ids=lambda kind: kind.__name__)
@@ -87,7 +91,7 @@ def test_what_the_base_offers_is_forwarded(kind):
     with pytest.raises(PlanError, match="asked about 4 layers"):
         held.check(4)
     # Of a base that keeps what it would keep by itself; others cannot tell by it.
-    same = kind.__name__ in ("ChunkKV", "CriticalKV")
+    same = kind.__name__ in ("ChunkKV", "CriticalKV", "EntropyChunkKV", "KVCrush")
     if kind is not PerTurn:
         assert held.is_noop(2, 4, (9,), {}) == ((2, 4, (9,), {}) if same else False)
     plain = over(kind, KNorm(budget="30%"))

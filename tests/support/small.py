@@ -36,11 +36,13 @@ PARAMETERS = {
     # Its own default, the first four layers, is all that a tiny model has.
     "claa": {"skip_layers": 0},
     "corm": {"queries": 6},
+    "entropychunkkv": {"chunk_length": 6, "spiky_length": 2},
     "finch": {"chunk_length": 32},
     "flashprefill": BLOCKS,
     "flexprefill": BLOCKS,
     "gemfilter": {"layer": 1},
     "h2o": {"recent": 0.7},
+    "kvcompose": {"chunk_length": 24},
     "kvzip": {"chunk_length": 64, "repeat_ids": (), "go_on_ids": (), "answer_ids": ()},
     "minference": BLOCKS,
     # Its own filters leave nothing to share in a tiny model.
@@ -50,6 +52,8 @@ PARAMETERS = {
     "roco": {"recent": 0.3, "newest": 2},
     "sagekv": {"recent": 0.5},
     "scope": {"base": "knorm", "answer": "40%"},
+    # Every layer of a tiny model is lazy enough.
+    "simlayerkv": {"threshold": 0.3},
     # More is read than the budget lets be stored, so that there is something to evict.
     "specprefill": {"keep": "80%", "chunk_length": 4, "keep_last": 4, "smooth": 3, "lookahead": 3},
     "staged": {"early_layer": 0},
@@ -57,6 +61,7 @@ PARAMETERS = {
     "threshold": {"base": "knorm", "threshold": -1e9},
     "vase": {"large": 3},
     "lookahead": {"lookahead": 3},
+    "windowkv": {"length": 4, "share": 2},
     "xattention": {**BLOCKS, "stride": 2, "threshold": 0.6},
 }
 

@@ -11,6 +11,7 @@ from kvsieve.methods import (
     clusterkv,
     compact_attention,
     compactor,
+    compresskv,
     corm,
     criticaladakv,
     criticalkv,
@@ -18,6 +19,7 @@ from kvsieve.methods import (
     curdkv,
     duoattention,
     dynamickv,
+    entropy_chunkkv,
     exact_topk,
     expected_attention,
     fastkv,
@@ -28,6 +30,7 @@ from kvsieve.methods import (
     full,
     gemfilter,
     h2o,
+    headkv,
     hqq,
     hsa,
     int8,
@@ -36,6 +39,8 @@ from kvsieve.methods import (
     keydiff,
     kivi,
     knorm,
+    kvcompose,
+    kvcrush,
     kvzip,
     lagkv,
     loki,
@@ -59,6 +64,7 @@ from kvsieve.methods import (
     sage_kv,
     schedule,
     scope,
+    simlayerkv,
     snapkv,
     sparq,
     specprefill,
@@ -68,6 +74,7 @@ from kvsieve.methods import (
     threshold,
     tova,
     vase,
+    windowkv,
     xattention,
     zigzagkv,
 )
@@ -82,12 +89,14 @@ from kvsieve.methods.claa import CrossLayerTSP
 from kvsieve.methods.clusterkv import ClusterKV
 from kvsieve.methods.compact_attention import CompactAttention
 from kvsieve.methods.compactor import Compactor
+from kvsieve.methods.compresskv import CompressKV
 from kvsieve.methods.corm import CORM
 from kvsieve.methods.criticalkv import CriticalKV
 from kvsieve.methods.critiprefill import CritiPrefill
 from kvsieve.methods.curdkv import CurDKV
 from kvsieve.methods.duoattention import DuoAttention
 from kvsieve.methods.dynamickv import DynamicKV
+from kvsieve.methods.entropy_chunkkv import EntropyChunkKV
 from kvsieve.methods.exact_topk import ExactTopK
 from kvsieve.methods.expected_attention import ExpectedAttention
 from kvsieve.methods.fastkv import TSP
@@ -97,6 +106,7 @@ from kvsieve.methods.flexprefill import FlexPrefill
 from kvsieve.methods.fp8 import FP8
 from kvsieve.methods.gemfilter import GemFilter
 from kvsieve.methods.h2o import H2O
+from kvsieve.methods.headkv import HeadKV
 from kvsieve.methods.hqq import HQQ
 from kvsieve.methods.hsa import HSA
 from kvsieve.methods.int8 import Int8
@@ -105,6 +115,8 @@ from kvsieve.methods.kascade import Kascade
 from kvsieve.methods.keydiff import KeyDiff
 from kvsieve.methods.kivi import KIVI
 from kvsieve.methods.knorm import KNorm
+from kvsieve.methods.kvcompose import KVCompose
+from kvsieve.methods.kvcrush import KVCrush
 from kvsieve.methods.kvzip import KVzip
 from kvsieve.methods.lagkv import LagKV
 from kvsieve.methods.loki import Loki
@@ -127,6 +139,7 @@ from kvsieve.methods.rotated import Rotated
 from kvsieve.methods.sage_kv import SageKV
 from kvsieve.methods.schedule import PerLayer
 from kvsieve.methods.scope import Scope
+from kvsieve.methods.simlayerkv import SimLayerKV
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.methods.sparq import SparQ
 from kvsieve.methods.specprefill import SpecPrefill
@@ -136,6 +149,7 @@ from kvsieve.methods.streaming_llm import StreamingLLM
 from kvsieve.methods.threshold import Threshold
 from kvsieve.methods.tova import TOVA
 from kvsieve.methods.vase import VaSE
+from kvsieve.methods.windowkv import WindowKV
 from kvsieve.methods.xattention import XAttention
 from kvsieve.methods.zigzagkv import ZigZagKV
 
@@ -159,12 +173,14 @@ __all__ = [
     "ClusterKV",
     "CompactAttention",
     "Compactor",
+    "CompressKV",
     "CritiPrefill",
     "CriticalKV",
     "CrossLayerTSP",
     "CurDKV",
     "DuoAttention",
     "DynamicKV",
+    "EntropyChunkKV",
     "ExactTopK",
     "ExpectedAttention",
     "Finch",
@@ -172,8 +188,11 @@ __all__ = [
     "FlexPrefill",
     "GemFilter",
     "GroupedSnapKV",
+    "HeadKV",
     "Int8",
     "KNorm",
+    "KVCompose",
+    "KVCrush",
     "KVzip",
     "Kascade",
     "KeyDiff",
@@ -199,6 +218,7 @@ __all__ = [
     "SageKV",
     "Scope",
     "ScoredEvictor",
+    "SimLayerKV",
     "SnapKV",
     "SparQ",
     "SpecPrefill",
@@ -207,6 +227,7 @@ __all__ = [
     "StreamingLLM",
     "Threshold",
     "VaSE",
+    "WindowKV",
     "XAttention",
     "ZigZagKV",
     "a_shape",
@@ -219,6 +240,7 @@ __all__ = [
     "clusterkv",
     "compact_attention",
     "compactor",
+    "compresskv",
     "corm",
     "criticaladakv",
     "criticalkv",
@@ -226,6 +248,7 @@ __all__ = [
     "curdkv",
     "duoattention",
     "dynamickv",
+    "entropy_chunkkv",
     "exact_topk",
     "expected_attention",
     "fastkv",
@@ -236,6 +259,7 @@ __all__ = [
     "full",
     "gemfilter",
     "h2o",
+    "headkv",
     "hqq",
     "hsa",
     "int8",
@@ -244,6 +268,8 @@ __all__ = [
     "keydiff",
     "kivi",
     "knorm",
+    "kvcompose",
+    "kvcrush",
     "kvzip",
     "lagkv",
     "loki",
@@ -267,6 +293,7 @@ __all__ = [
     "sage_kv",
     "schedule",
     "scope",
+    "simlayerkv",
     "snapkv",
     "sparq",
     "specprefill",
@@ -276,6 +303,7 @@ __all__ = [
     "threshold",
     "tova",
     "vase",
+    "windowkv",
     "xattention",
     "zigzagkv",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -260,6 +261,43 @@ def unrotated_keys(ctx: LayerContext) -> Tensor:
     heads = range(ctx.keys.shape[1])
     keys = [facts.rotate(ctx.layer_idx, ctx.keys[:, at : at + 1], place[:, at], inverse=True) for at in heads]
     return torch.cat(keys, 1)
+
+
+def by_token(ctx: LayerContext, part: Tensor, absent: float | bool = 0) -> Tensor:
+    """Move values [B, X, N] of stored entries to their tokens' columns, [B, X, T]; tokens not stored get `absent`.
+
+    Heads may store different tokens. X is a multiple of the KV heads.
+    """
+    columns = ctx.step.start + ctx.step.num_new
+    index = ctx.index.long().repeat_interleave(part.shape[1] // ctx.index.shape[1], 1)
+    found = part.new_full((*part.shape[:2], columns + 1), absent)
+    # Filler goes to a column of its own, which is dropped.
+    return found.scatter_(2, index.masked_fill(index < 0, columns), part)[..., :columns]
+
+
+def at_entries(ctx: LayerContext, columns: Tensor, heads: int) -> Tensor:
+    """Return the values [B, X or 1, T] of tokens at the entries that store them, [B, X, N] for X = `heads`."""
+    index = ctx.index.long().clamp_min(0).repeat_interleave(heads // ctx.index.shape[1], 1)
+    return columns.expand(-1, heads, -1).gather(2, index)
+
+
+def same_in_layers(ctx: LayerContext, skip: int | tuple[int, ...], share: int, make: Callable[[], Tensor]) -> Tensor:
+    """Return ranks [B, 1, N] that the first of every `share` acting layers makes and the others reuse, by token.
+
+    skip: layers that keep everything, which do not count.
+    """
+    if share == 1:
+        return make()
+    acting = [index for index in ctx.layers or range(ctx.num_layers) if not skipped(skip, index, ctx.num_layers)]
+    group = acting.index(ctx.layer_idx) // share
+    made, columns = ctx.shared.get("same_in_layers", (None, None))
+    if made == group:
+        return at_entries(ctx, columns.to(ctx.index.device), ctx.index.shape[1])[:, :1]
+    ranks = make()
+    lowest = torch.finfo(ranks.dtype).min
+    columns = by_token(ctx, ranks.expand(-1, ctx.index.shape[1], -1), lowest)[:, :1]
+    ctx.shared["same_in_layers"] = group, columns
+    return ranks
 
 
 def model_facts(ctx: LayerContext) -> ModelFacts:

@@ -103,8 +103,7 @@ def tokens_to_probe(model: AttachedModel, cache: SieveCache, mask: Tensor) -> in
     rows = zip(lengths, unread, model.context.ranks.most(tuple(stored)), strict=True)
     if all(new + old <= evictor.entries(length) for length, new, old in rows):
         return 0
-    # No more is fed at once than the prompt and a request that is shorter still.
-    probed = min(evictor.probe_tokens, 2 * max(lengths))
+    probed = evictor.probe_length(max(lengths))
     context = context_of(model.config)
     if context is not None and max(lengths) + probed > context:
         warnings.warn(

@@ -77,6 +77,11 @@ class ProbingEvictor(Evictor):
     def probe_tokens(self) -> int:
         """Most tokens per probe pass, for which room is reserved."""
 
+    def probe_length(self, length: int) -> int:
+        """Return the most tokens that probing adds to a branch of a conversation of `length` tokens."""
+        # A request is shorter than a prompt.
+        return min(self.probe_tokens, 2 * length)
+
     @property
     def probe_identity(self) -> ProbingEvictor:
         """Evictor that equals others if their probing of a prompt leaves the same states."""

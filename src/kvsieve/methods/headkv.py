@@ -1,0 +1,166 @@
+"""HeadKV: Not All Heads Matter, KV Cache Compression with Integrated Retrieval and Reasoning (arXiv 2410.19258).
+
+Every head gives 1 / `beta` of its budget b, without the window, to a pool that heads of all layers share in proportion
+to their importance, measured once per model: head h keeps b - b // beta + share_h * pool entries, its best by SnapKV's
+scores, and the window. Heads store different numbers of entries.
+
+Differences from the reference: importance is that of a profile (`kvsieve calibrate`): attention on copies of the
+answer's tokens, as for the paper's retrieval heads, without its reasoning examples; there is one budget and one set per
+KV head, with the group's mean taken before pooling; no head gets more entries than the prompt has, and the total is met
+to the entry; `every=n` cuts each head to its own size again during decode.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from kvsieve.core.allocation import allocate
+from kvsieve.core.scoring import Kernel, Pool
+from kvsieve.core.selection import pack_ragged, top_mask
+from kvsieve.errors import PlanError
+from kvsieve.lazy import Tensor, torch
+from kvsieve.methods.adakv import GroupedSnapKV
+from kvsieve.methods.allocators import Allocator
+from kvsieve.methods.base import ScoredEvictor, apply_protection, hide_padding, skips
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.profiles import Heads, Profile, array_of, numbers
+from kvsieve.planning.registry import register_method
+from kvsieve.planning.roles import Traits
+from kvsieve.types import LayerContext, Selection
+
+_BASE = GroupedSnapKV(budget=Budget(ratio=0.2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadKV(Allocator, heads="own", ragged=True, query_aware=False):
+    """Divide the budget among the heads of all layers by their importance: ``HeadKV(heads=scores)``.
+
+    base: ranks entries and has the budget, the mean over heads and layers. heads: a score per layer and KV head, at
+    least 0, higher for important ones. beta: a head's budget over its part of the pool, at least 1; 1 leaves all to
+    importance. temperature: exponent of the scores, at least 0; 0 is uniform.
+    """
+
+    heads: Heads = field(repr=False)
+    base: ScoredEvictor = _BASE
+    beta: float = 1.2
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "heads", head_scores("HeadKV", self.heads))
+        if not self.beta >= 1:
+            raise PlanError(f"HeadKV: beta must be at least 1, got {self.beta!r}")
+        if not self.temperature >= 0:
+            raise PlanError(f"HeadKV: temperature must be at least 0, got {self.temperature!r}")
+
+    @property
+    def traits(self) -> Traits:
+        # As for AdaKV: heads with different entries cannot be compared slot by slot.
+        traits = super().traits
+        return traits if self.base.traits.heads == "own" else replace(traits, heads=None)
+
+    def head_counts(self, layers: Sequence[int], length: int, count: int) -> list[list[int]]:
+        """Return the entries of each head of `layers` for a row of `length` tokens, `count` on average."""
+        weights = [max(score, 0.0) ** self.temperature for layer in layers for score in self.heads[layer]]
+        rest = max(count - self.spare, 0)
+        pool = int(rest // self.beta)
+        sure = count - pool
+        room = [max(length, count) - sure] * len(weights)
+        shares = iter(allocate(weights, pool * len(weights), [0] * len(weights), room))
+        return [[sure + next(shares) for _ in self.heads[layer]] for layer in layers]
+
+    def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
+        heads = ctx.keys.shape[1] * ctx.ranks.size
+        check_heads("HeadKV", self.heads, ctx.num_layers, heads)
+        if skips(self.skip_layers, ctx):
+            return None
+        if ctx.step.phase == "decode":
+            return _select_again(self.base, ctx, counts)
+        own = ctx.ranks.own(heads)
+        acting = self.acting(ctx)
+        rows = []
+        for length, count in zip(ctx.step.lengths, counts, strict=True):
+            if length <= count:
+                # The unused budget is for generated tokens, the same in every head.
+                rows.append([count] * ctx.keys.shape[1])
+                continue
+            known = ctx.shared.setdefault("headkv", {})
+            if (length, count) not in known:
+                known[length, count] = self.head_counts(acting, length, count)
+            rows.append(known[length, count][acting.index(ctx.layer_idx)][own])
+        budgets = torch.tensor(rows)
+        ctx.state["heads"] = budgets
+        if all(min(row) >= stored for row, stored in zip(rows, ctx.stored, strict=True)):
+            return None
+        return _keep_per_head(self.base, ctx, counts, budgets)
+
+
+def _select_again(base: ScoredEvictor, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
+    """Reduce heads to their numbers of entries in ``ctx.state["heads"]``, [B, 1 or H], during decode."""
+    heads = ctx.state.get("heads", torch.tensor(counts)[:, None])
+    stored = ctx.valid if ctx.valid is not None else torch.ones_like(ctx.index, dtype=torch.bool)
+    if bool((stored.sum(-1).cpu() <= heads.cpu()).all()):
+        return None
+    return _keep_per_head(base, ctx, counts, heads.cpu())
+
+
+def _keep_per_head(base: ScoredEvictor, ctx: LayerContext, counts: tuple[int, ...], heads: Tensor) -> Selection:
+    """Keep the best entries by `base`'s scores, ``heads[b, h]`` in each head, and protected ones.
+
+    heads: int64 [B, 1 or H], on the host, which waits for the device only if there is padding.
+    """
+    scores, _ = apply_protection(ctx, hide_padding(ctx, base.scores(ctx)), counts)
+    heads = heads.repeat_interleave(scores.shape[1] // heads.shape[1], 1)
+    if ctx.valid is None and ctx.protected is None and ctx.quotas is None:
+        heads = heads.clamp(max=scores.shape[2])
+        return pack_ragged(top_mask(scores, heads), heads.tolist())
+    heads = torch.maximum(heads.to(scores.device), scores.isposinf().sum(-1))
+    return pack_ragged(top_mask(scores, heads) & ~scores.isneginf())
+
+
+def head_scores(owner: str, heads: Heads) -> Heads:
+    """Return scores of heads as tuples of numbers. Raises PlanError."""
+    try:
+        return numbers(heads, 2)
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"{owner}: heads must be numbers, [layers][heads]: {error}") from error
+
+
+def check_heads(owner: str, scores: Heads, layers: int, heads: int, more: int | None = None) -> None:
+    """Raise PlanError unless there are scores of `layers` layers with `heads` (or `more`) heads each."""
+    if len(scores) == layers and {len(layer) for layer in scores} <= {heads, more}:
+        return
+    raise PlanError(
+        f"{owner} has scores of {len(scores)} layers with {len(scores[0]) if scores else 0} heads each, the model has "
+        f"{layers} with {heads} KV heads: calibrate this model"
+    )
+
+
+@register_method(
+    "headkv", title="HeadKV", paper="arXiv 2410.19258", phase="end of prompt", query_aware=True, part="heads"
+)
+def headkv(
+    budget: Budget | str | int | float = "20%",
+    profile: Profile | str | os.PathLike[str] | None = None,
+    beta: float = 1.2,
+    temperature: float = 1.0,
+    window: int = 32,
+    kernel: Kernel = 7,
+    pooling: Pool = "max",
+    skip_layers: int | tuple[int, ...] | str = 0,
+    every: int | None = None,
+) -> Plan:
+    """SnapKV with one budget for the heads of all layers, shared by their retrieval scores; needs a model's profile."""
+    heads, model = array_of("heads", "headkv", profile)
+    base = GroupedSnapKV(
+        budget=Budget.parse(budget),
+        window=window,
+        kernel=kernel,
+        pooling=pooling,
+        skip_layers=skip_layers,  # type: ignore[arg-type]
+        every=every,
+    )
+    return Plan(evict=HeadKV(base=base, heads=heads, beta=beta, temperature=temperature), profile=model)
