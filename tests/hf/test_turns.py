@@ -39,8 +39,10 @@ FEWER = {
 }
 GROWS = {
     "duoattention": "retrieval heads keep all that is generated, until the next prompt",
+    "fastgen": "heads keep special tokens and punctuation in addition, or all that is generated",
 }
 BY_ATTENTION = {
+    "fastgen": "the budget is what two of a head's policies keep",
     "simlayerkv": "the budget is what lazy layers keep",
 }
 # A share too, where it says what stays.

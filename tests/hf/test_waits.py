@@ -28,6 +28,7 @@ MORE = {
     "corm": (ONCE, 1),
     "criticaladakv": (ONCE + 1, 1),
     "dynamickv": (ONCE, 3),
+    "fastgen": (ONCE, 1),
     "flashprefill": (CHECKS + 2, 1),
     "flexprefill": (CHECKS + 2, 1),
     "gemfilter": (9, 0),

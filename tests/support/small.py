@@ -37,6 +37,7 @@ PARAMETERS = {
     "claa": {"skip_layers": 0},
     "corm": {"queries": 6},
     "entropychunkkv": {"chunk_length": 6, "spiky_length": 2},
+    "fastgen": {"recovery": 0.5, "special_ids": (2, 3, 4), "punctuation_ids": (5, 6, 7, 8)},
     "finch": {"chunk_length": 32},
     "flashprefill": BLOCKS,
     "flexprefill": BLOCKS,

@@ -22,6 +22,7 @@ from kvsieve.methods import (
     entropy_chunkkv,
     exact_topk,
     expected_attention,
+    fastgen,
     fastkv,
     finch,
     flashprefill,
@@ -99,6 +100,7 @@ from kvsieve.methods.dynamickv import DynamicKV
 from kvsieve.methods.entropy_chunkkv import EntropyChunkKV
 from kvsieve.methods.exact_topk import ExactTopK
 from kvsieve.methods.expected_attention import ExpectedAttention
+from kvsieve.methods.fastgen import FastGen
 from kvsieve.methods.fastkv import TSP
 from kvsieve.methods.finch import Finch
 from kvsieve.methods.flashprefill import FlashPrefill
@@ -183,6 +185,7 @@ __all__ = [
     "EntropyChunkKV",
     "ExactTopK",
     "ExpectedAttention",
+    "FastGen",
     "Finch",
     "FlashPrefill",
     "FlexPrefill",
@@ -251,6 +254,7 @@ __all__ = [
     "entropy_chunkkv",
     "exact_topk",
     "expected_attention",
+    "fastgen",
     "fastkv",
     "finch",
     "flashprefill",
