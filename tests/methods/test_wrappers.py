@@ -20,6 +20,7 @@ MORE = {
     "PerLayer": {"shares": (1, 1, 1, 1)},
     "AdaKV": {"normalize": False},
     "HeadKV": {"heads": ((1.0, 0.5),) * 4},
+    "Threshold": {"threshold": -1e9, "recent": 1},
 }
 
 
@@ -73,7 +74,7 @@ class Observing(Offering):
 
 
 def test_every_wrapper_is_found():
-    assert len(holders()) == 14
+    assert len(holders()) == 15
 
 
 @pytest.mark.parametrize("kind", holders(), ids=lambda kind: kind.__name__)
