@@ -53,8 +53,8 @@ class AttentionQueries:
         """Return it with other queries of the same heads."""
         return AttentionQueries(query, self.scale, self.softcap, self.sinks)
 
-    def heads(self, which: slice) -> AttentionQueries:
-        """Return it for a slice of the query heads."""
+    def heads(self, which: slice | Tensor) -> AttentionQueries:
+        """Return it for a slice of the query heads, or those with these indices."""
         sinks = None if self.sinks is None else self.sinks[which]
         return AttentionQueries(self.query[:, which], self.scale, self.softcap, sinks)
 

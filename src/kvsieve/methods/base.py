@@ -290,8 +290,8 @@ def same_in_layers(ctx: LayerContext, skip: int | tuple[int, ...], share: int, m
         return make()
     acting = [index for index in ctx.layers or range(ctx.num_layers) if not skipped(skip, index, ctx.num_layers)]
     group = acting.index(ctx.layer_idx) // share
-    made, columns = ctx.shared.get("same_in_layers", (None, None))
-    if made == group:
+    known, columns = ctx.shared.get("same_in_layers", (None, None))
+    if known == group:
         return at_entries(ctx, columns.to(ctx.index.device), ctx.index.shape[1])[:, :1]
     ranks = make()
     lowest = torch.finfo(ranks.dtype).min

@@ -25,7 +25,7 @@ from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.profiles import Heads, Profile, array_of
 from kvsieve.planning.registry import register_method
-from kvsieve.types import AttentionQueries, LayerContext
+from kvsieve.types import LayerContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +65,11 @@ class CompressKV(SnapKV, heads="all", query_aware=True):
         check_heads("CompressKV", self.heads, ctx.num_layers, heads * size, query_heads)
         voters = self.voting(ctx.layer_idx, query_heads, heads * size)
         own = range(query_heads)[ctx.ranks.own(query_heads)]
-        mine = [head - own.start for head in voters if head in own]
+        local = [head - own.start for head in voters if head in own]
         window = min(self.window, ctx.query.shape[2])
         total = ctx.keys.new_zeros(len(ctx.keys), 1, ctx.keys.shape[2] - window, dtype=score_dtype(ctx.keys.dtype))
-        if mine:
-            pooled = pool(self._mass(ctx, mine, window), self.width(ctx), self.pooling, self._valid(ctx))
+        if local:
+            pooled = pool(self._mass(ctx, local, window), self.width(ctx), self.pooling, self._valid(ctx))
             total = pooled.sum(1, keepdim=True)
         return (ctx.ranks.mean(total) * (size / len(voters))).expand(-1, heads, -1)
 
@@ -82,8 +82,7 @@ class CompressKV(SnapKV, heads="all", query_aware=True):
             torch.tensor(heads).to(ctx.keys.device, non_blocking=True)
             for heads in (queries, kv, [queries.index(head) for head in voters])
         )
-        sinks = None if ctx.sinks is None else ctx.sinks.index_select(0, own)
-        asked = AttentionQueries(ctx.query[:, :, -window:].index_select(1, own), ctx.scale, ctx.softcap, sinks)
+        asked = ctx.asks(ctx.query[:, :, -window:]).heads(own)
         mass = window_mass(asked, ctx.keys.index_select(1, rows), valid=self._valid(ctx))
         return mass[..., :-window].index_select(1, chosen)
 
