@@ -12,7 +12,7 @@ import torch
 
 from attend import AttentionTerms, asking, dense_attention, ragged_attention, sparse_attention
 from kvsieve import kernels
-from kvsieve.attention import AttentionRequest, FlatEntries, attend
+from kvsieve.attention import AttentionRequest, DenseEntries, FlatEntries, attend, executors
 from kvsieve.cache import DenseStore, keep
 from kvsieve.core.kv_rows import Choice, DeviceLength, KVRows
 from kvsieve.core.selection import pack_ragged
@@ -60,6 +60,24 @@ def test_dense_views_of_larger_buffers(dtype, groups, padding):
         valid[1, :, :40], valid[0, :, -1] = False, False
     ours = dense_attention(query, keys, values, scale=0.3, valid=valid)
     close(ours, reference_attention(query, keys, values, scale=0.3, valid=valid))
+
+
+@pytest.mark.parametrize("dtype, groups, new", [(torch.float32, 3, 1), (torch.bfloat16, 7, 17), (torch.float16, 17, 4)])
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+def test_an_entry_counts_as_its_copies(dtype, groups, new, padded):
+    _, keys, values = tensors(dtype, groups)
+    query = torch.randn(2, 2 * groups, new, 20).to(dtype)
+    copies = torch.tensor([3, 1, 2] * 20 + [1] * 17)
+    valid = None
+    if padded:
+        valid = torch.ones(2, 1, 77, dtype=torch.bool)
+        valid[0, :, :9] = valid[1, :, -new:] = False
+    stored = DenseEntries(keys, values, valid, log_weight=copies.float().log().expand(2, 2, -1))
+    request = AttentionRequest(asking(query, 0.3), stored)
+    ours = next(row for row in executors(request) if row.name.startswith("Triton")).run(request)
+    whole = (part.repeat_interleave(copies, 2) for part in (keys, values))
+    shown = None if valid is None else valid.repeat_interleave(copies, 2)
+    close(ours, reference_attention(query, *whole, scale=0.3, valid=shown))
 
 
 @pytest.mark.parametrize("dtype, groups, new", [(torch.float32, 3, 5), (torch.bfloat16, 7, 17), (torch.float16, 17, 4)])

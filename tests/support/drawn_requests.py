@@ -78,7 +78,16 @@ class Draw:
             self.terms(self.heads * self.groups),
         )
         stored, sees = getattr(self, self.kind)()
+        if isinstance(stored, (DenseEntries, FlatEntries)):
+            stored.log_weight = self.weights(stored.keys.shape[:-1])
         return AttentionRequest(asked, stored, sees)
+
+    def weights(self, shape):
+        if self.dice.random() < 0.6:
+            return None
+        # As a store has them: in a buffer as long as the keys'.
+        room = 3 if len(shape) == 3 else 0
+        return torch.randn(*shape[:-1], shape[-1] + room, generator=self.numbers)[..., : shape[-1]]
 
     def token(self):
         length = DeviceLength(torch.tensor(max(1, self.length - 2))) if self.dice.random() < 0.3 else None
@@ -152,6 +161,7 @@ class Draw:
         rows = self.batch * self.heads
         flat = (self.random(rows * self.length, size) for size in (self.dim, self.wide))
         kv_rows = KVRows(*flat, None, torch.arange(rows) * self.length, 1, self.length)
+        kv_rows.log_weight = self.weights((rows * self.length,))
         asked = asking(self.random(rows, self.groups, self.dim), 0.3, self.terms(rows, self.groups))
         if self.kind == "rows":
             kv_rows.length = DeviceLength(torch.tensor(max(1, self.length - 2)))

@@ -53,6 +53,8 @@ def _evictor_reasons(evict: Evictor) -> list[str]:
         return [f"{name} chooses afresh in every turn what may be read, and vLLM has no turns"]
     if traits.ragged:
         return [f"{name} keeps a different number of entries per head, and a block of vLLM's has all heads' entries"]
+    if traits.writes:
+        return [f"{name} writes keys, values or weights of entries, and a block of vLLM's keeps those of tokens"]
     if evict.when.observes:
         return [f"{name} learns from pass to pass, and the plugin shows it none"]
     if not traits.fixed_counts:

@@ -25,6 +25,7 @@ def blocked_attention(request: AttentionRequest[DenseEntries, None]) -> Tensor:
     """
     asked = request.asked
     valid = request.stored.valid
+    weights = request.stored.log_weight
     query = asked.query
     keys = request.stored.keys
     values = request.stored.values
@@ -57,6 +58,8 @@ def blocked_attention(request: AttentionRequest[DenseEntries, None]) -> Tensor:
         torch.baddbmm(logits, part, keys[..., :width], beta=0, alpha=asked.scale, out=logits)
         cap(logits, asked)
         view = padded.view(batch, heads, groups, rows, -1)
+        if weights is not None:
+            view[..., :width] += weights[:, :, None, None, :width].to(query.dtype)
         _hide(view[..., :width], seen - rows, later, valid)
         if sinks is not None:
             view[..., width] = sinks
@@ -65,7 +68,9 @@ def blocked_attention(request: AttentionRequest[DenseEntries, None]) -> Tensor:
     return out
 
 
-def single_query_attention(asked: AttentionQueries, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+def single_query_attention(
+    asked: AttentionQueries, keys: Tensor, values: Tensor, mask: Tensor | None, log_weight: Tensor | None = None
+) -> Tensor:
     """Attention of one new token per row.
 
     The product with the keys is taken keys first, because a matrix of G rows is read badly.
@@ -75,12 +80,15 @@ def single_query_attention(asked: AttentionQueries, keys: Tensor, values: Tensor
         keys: [B, H, N, D].
         values: [B, H, N, Dv].
         mask: bool, broadcastable to [B, H, G, N], False for entries that are hidden; None for none.
+        log_weight: broadcastable to [B, H, G, N], added to the logits; None for nothing.
 
     Returns:
         [B, H, G, Dv].
     """
     query = asked.query
     logits = cap((keys @ query.transpose(2, 3)).transpose(2, 3) * asked.scale, asked)
+    if log_weight is not None:
+        logits = logits + log_weight.to(logits.dtype)
     if mask is not None:
         logits = logits.masked_fill(~mask, float("-inf"))
     return softmax(logits, sinks_of(asked, -1, *query.shape[1:3], 1)) @ values

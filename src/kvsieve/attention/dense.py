@@ -19,10 +19,13 @@ from kvsieve.attention.request import (
     DenseEntries,
     Executor,
     each_of,
+    float_mask,
     why_not_learned,
     why_not_padded,
     why_not_plain,
+    why_not_weighted,
 )
+from kvsieve.attention.slices import between
 from kvsieve.kernels.cpu import prompt as few
 from kvsieve.kernels.cpu import token as native
 from kvsieve.types import AttentionQueries
@@ -42,7 +45,9 @@ def _triton(request: _Request) -> Tensor:
     asked = request.asked
     stored = request.stored
     length = None if stored.length is None else stored.length.count
-    return kernels.decode_attention(asked, stored.keys, stored.values, length=length, valid=stored.valid)
+    return kernels.decode_attention(
+        asked, stored.keys, stored.values, length=length, valid=stored.valid, log_weight=stored.log_weight
+    )
 
 
 def _why_not_c(request: _Request) -> str | None:
@@ -54,13 +59,16 @@ def _why_not_c(request: _Request) -> str | None:
         return "the device alone knows the length"
     if asked.query.dtype == torch.float32 and _is_thin(request):
         return "products are faster here"
-    return native.why_not(asked.query, stored.keys, stored.values, stored.keys.shape[0] * stored.keys.shape[1])
+    rows = stored.keys.shape[0] * stored.keys.shape[1]
+    return native.why_not(asked.query, stored.keys, stored.values, rows, stored.log_weight)
 
 
 def _c(request: _Request) -> Tensor:
     asked = request.asked
     stored = request.stored
-    return native.token_attention(asked.query, stored.keys, stored.values, scale=asked.scale, valid=stored.valid)
+    return native.token_attention(
+        asked.query, stored.keys, stored.values, scale=asked.scale, valid=stored.valid, log_weight=stored.log_weight
+    )
 
 
 def _why_not_beside_sinks(request: _Request) -> str | None:
@@ -87,13 +95,17 @@ def _why_not_products(request: _Request) -> str | None:
 
 def _products(request: _Request) -> Tensor:
     stored = request.stored
-    return _by_head(request, single_query_attention(_grouped(request), stored.keys, stored.values, _token_mask(stored)))
+    weights = None if stored.log_weight is None else stored.log_weight[:, :, None]
+    out = single_query_attention(_grouped(request), stored.keys, stored.values, _token_mask(stored), weights)
+    return _by_head(request, out)
 
 
 def _torch(request: _Request) -> Tensor:
     stored = request.stored
     asked = _grouped(request)
     mask = _token_mask(stored)
+    if stored.log_weight is not None:
+        mask = float_mask(stored.log_weight[:, :, None], mask, asked.query.dtype)
     return _by_head(
         request,
         F.scaled_dot_product_attention(asked.query, stored.keys, stored.values, attn_mask=mask, scale=asked.scale),
@@ -143,7 +155,7 @@ TOKEN_KERNEL = Executor("C", _why_not_c, _c)
 TOKEN = (
     Executor("Triton", _why_not_triton, _triton),
     TOKEN_KERNEL,
-    Executor("torch, beside sinks", _why_not_beside_sinks, _beside_sinks),
+    Executor("torch, beside sinks", each_of(_why_not_beside_sinks, why_not_weighted), _beside_sinks),
     Executor("products", _why_not_products, _products),
     Executor("torch", why_not_plain, _torch),
 )
@@ -229,11 +241,9 @@ def _aligned(request: _Request) -> Tensor:
 
 def _masked(request: _Request) -> Tensor:
     query = request.asked.query
-    keys = request.stored.keys
-    values = request.stored.values
     valid = request.stored.valid
-    (batch, query_heads, new, _), length = query.shape, keys.shape[2]
-    masks = 1 if valid is None else batch * query_heads
+    (batch, query_heads, new, _), length = query.shape, request.stored.keys.shape[2]
+    masks = 1 if valid is None and request.stored.log_weight is None else batch * query_heads
     block = max(16, min(1024, _MASK_ELEMENTS // (masks * length)))
     parts = []
     for first in range(0, new, block):
@@ -245,16 +255,18 @@ def _masked(request: _Request) -> Tensor:
         if valid is not None:
             real = valid[:, :, None, :seen].repeat_interleave(query_heads // valid.shape[1], 1)
             mask = (mask & real) | (slots == own)
-        stored = DenseEntries(keys[:, :, :seen], values[:, :, :seen])
-        part: _Request = AttentionRequest(request.asked.of(query[:, :, first:last]), stored)
+        part: _Request = AttentionRequest(request.asked.of(query[:, :, first:last]), between(request.stored, 0, seen))
         parts.append(_sdpa(part, mask))
     return torch.cat(parts, 2)
 
 
 def _sdpa(request: _Request, mask: Tensor | None, *, is_causal: bool = False) -> Tensor:
-    """Let torch attend to all entries."""
+    """Let torch attend to all entries; mask: bool, as in `Shown`, given if entries have weights."""
     stored = request.stored
     asked = request.asked
+    if stored.log_weight is not None:
+        weights = stored.log_weight.repeat_interleave(asked.query.shape[1] // stored.keys.shape[1], 1)
+        mask = float_mask(weights[:, :, None], mask, asked.query.dtype)
     return F.scaled_dot_product_attention(
         asked.query,
         stored.keys,
@@ -291,24 +303,25 @@ def _rows(request: _Request, attend: Callable[[_Request], Tensor]) -> Tensor:
             continue
         at = slice(begin, new) if begin + fresh == new else shown[row].nonzero()[:, 0]
         places = slice(first, None) if first + stored == keys.shape[2] else reals[row]
-        entries = DenseEntries(keys[row, :, places][None], values[row, :, places][None])
+        weights = None if request.stored.log_weight is None else request.stored.log_weight[row, :, places][None]
+        entries = DenseEntries(keys[row, :, places][None], values[row, :, places][None], log_weight=weights)
         out[row, :, at] = attend(AttentionRequest(request.asked.of(query[row, :, at][None]), entries))[0]
     return out
 
 
 def prompt_rows(attend: Callable[[_Request], Tensor]) -> tuple[Executor, ...]:
     """Return the executors for many tokens; attend: computes the rows of a padded batch."""
-    split = each_of(_why_not_even, why_not_padded, why_not_learned)
-    whole = each_of(why_not_plain, why_not_padded)
+    split = each_of(_why_not_even, why_not_padded, why_not_learned, why_not_weighted)
+    whole = each_of(why_not_plain, why_not_padded, why_not_weighted)
     first = (
         Executor("Triton, few tokens", _why_not_triton_few, _triton),
         Executor("torch, under a length", _why_not_on_host, _of_length),
     )
     others = (
         Executor("row by row", _why_not_rows, lambda request: _rows(request, attend)),
-        Executor("C, few tokens", each_of(why_not_padded, why_not_learned, _why_not_few), _few),
+        Executor("C, few tokens", each_of(why_not_padded, why_not_learned, why_not_weighted, _why_not_few), _few),
         Executor("torch, in two parts beside sinks", each_of(split, _why_not_sinks), chunk_attention),
-        Executor("C", each_of(_why_not_by_products, causal.why_not_kernel), causal.kernel_attention),
+        Executor("C", each_of(_why_not_by_products, why_not_weighted, causal.why_not_kernel), causal.kernel_attention),
         Executor("products", _why_not_by_products, blocked_attention),
         Executor("torch", each_of(whole, _why_not_first), _whole),
         Executor("torch, in two parts", split, chunk_attention),
@@ -316,11 +329,3 @@ def prompt_rows(attend: Callable[[_Request], Tensor]) -> tuple[Executor, ...]:
         Executor("torch, masked", why_not_plain, _masked),
     )
     return *first, *(row._replace(why_not=each_of(_why_not_on_device, row.why_not)) for row in others)
-
-
-def real_entries(part: Tensor, real: Tensor) -> Tensor:
-    """Take the entries of [heads, L, D] where `real`; a view where those are the last ones."""
-    count = int(real.sum())
-    if bool(real[-count:].all()):
-        return part[:, -count:]
-    return part[:, real]

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvsieve.attention.request import AttentionRequest, DenseEntries, Executor, Shown, why_not_plain
+from kvsieve.attention.request import AttentionRequest, DenseEntries, Executor, Shown, float_mask, why_not_plain
 from kvsieve.core.softmax import cap, sinks_of, softmax
 
 # Logits held at a time.
@@ -24,7 +24,10 @@ def _torch(request: _Request) -> Tensor:
     heads = keys.shape[1]
     scale = request.asked.scale
     groups = query_heads // heads
-    if new == 1 and mask.shape[1] == 1:
+    weights = request.stored.log_weight
+    if weights is not None:
+        mask = float_mask(weights.repeat_interleave(groups, 1)[:, :, None], mask, query.dtype)
+    elif new == 1 and mask.shape[1] == 1:
         # The query heads of a group become the rows of one query block: keys are read once per KV head.
         packed = query.reshape(batch, heads, groups, dim)
         out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
@@ -45,6 +48,7 @@ def _products(request: _Request) -> Tensor:
     groups = query_heads // heads
     mask = mask.unsqueeze(2) if mask.shape[1] == 1 else mask.unflatten(1, (heads, groups))
     sinks = sinks_of(asked, heads, groups, 1, 1)
+    log_weight = request.stored.log_weight
     least = torch.finfo(query.dtype).min
     block = max(16, _ELEMENTS // (batch * query_heads * length))
     parts = []
@@ -52,6 +56,8 @@ def _products(request: _Request) -> Tensor:
         some = query[:, :, first : first + block]
         logits = some.reshape(batch, heads, -1, dim) @ keys.transpose(2, 3) * asked.scale
         logits = cap(logits, asked).view(batch, heads, groups, -1, length)
+        if log_weight is not None:
+            logits += log_weight[:, :, None, None].to(logits.dtype)
         seen = mask if mask.shape[3] == 1 else mask[:, :, :, first : first + block]
         weights = softmax(logits.masked_fill_(~seen, least), sinks)
         parts.append((weights.flatten(2, 3) @ values).view(batch, query_heads, some.shape[2], -1))

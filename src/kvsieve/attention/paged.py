@@ -28,6 +28,8 @@ def why_not_compiled(query: Tensor, store: LayerMemory, recipes: Sequence[PageRe
     """
     if store.is_encoded:
         return "entries are encoded"
+    if store.weight_rows() is not None:
+        return "entries have weights"
     keys, values, _ = store.buffers()
     if kernels.why_not(query, keys, values) is None:
         return "Triton's kernels read"

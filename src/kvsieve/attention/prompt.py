@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from kvsieve import kernels
-from kvsieve.attention.request import AttentionRequest, ChosenBlocks, DenseEntries, Executor, each_of, why_not_learned
+from kvsieve.attention.request import (
+    AttentionRequest,
+    ChosenBlocks,
+    DenseEntries,
+    Executor,
+    each_of,
+    why_not_learned,
+    why_not_weighted,
+)
 from kvsieve.core.blocks import BlockGrid
 from kvsieve.core.softmax import cap, sinks_of
 from kvsieve.devices import AVX512_BF16, cpu_kind
@@ -242,14 +250,18 @@ def _runs(sets: Tensor, before: Tensor, shared: int) -> Iterator[tuple[int, int]
 def chosen_rows(attend: Callable[..., Tensor]) -> tuple[Executor, ...]:
     """Return the executors for chosen blocks; attend: computes attention over gathered ones."""
     return (
-        Executor("dense, gathered", _why_not_table, lambda request: _by_table(request, attend)),
+        Executor(
+            "dense, gathered", each_of(_why_not_table, why_not_weighted), lambda request: _by_table(request, attend)
+        ),
         Executor(
             "Triton",
-            each_of(why_not_learned, _why_not_triton),
+            each_of(why_not_learned, why_not_weighted, _why_not_triton),
             lambda request: _by_lists(kernels.block_attention, request),
         ),
         Executor(
-            "C", each_of(why_not_learned, _why_not_c), lambda request: _by_lists(compiled.block_attention, request)
+            "C",
+            each_of(why_not_learned, why_not_weighted, _why_not_c),
+            lambda request: _by_lists(compiled.block_attention, request),
         ),
-        Executor("products", lambda request: None, _products),
+        Executor("products", why_not_weighted, _products),
     )

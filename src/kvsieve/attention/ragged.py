@@ -28,7 +28,10 @@ def _why_not_triton(request: _Request) -> str | None:
 def _triton(request: _Request) -> Tensor:
     asked = request.asked
     stored = request.stored
-    return kernels.ragged_decode(asked, stored.keys, stored.values, stored.bias, stored.used)
+    bias = stored.bias
+    if stored.log_weight is not None:
+        bias = bias.float() + stored.log_weight[:, None]
+    return kernels.ragged_decode(asked, stored.keys, stored.values, bias, stored.used)
 
 
 def _why_not_few(request: _Request) -> str | None:
@@ -38,6 +41,8 @@ def _why_not_few(request: _Request) -> str | None:
         return "it is for several tokens"
     if stored.padded:
         return "some tokens are padding"
+    if stored.log_weight is not None:
+        return "entries have weights"
     if torch.is_grad_enabled() and query.requires_grad:
         return "a gradient is wanted"
     return few.why_not_few(query, *_used(stored)[:2], request.asked.scale)
@@ -61,14 +66,21 @@ def _why_not_c(request: _Request) -> str | None:
         return reason
     if stored.foreseen is not None:
         return "it asks for threads, which a compiled pass cannot"
-    return native.why_not(asked.query, stored.keys, stored.values, stored.bias.shape[0] * stored.bias.shape[1])
+    rows = stored.bias.shape[0] * stored.bias.shape[1]
+    return native.why_not(asked.query, stored.keys, stored.values, rows, stored.log_weight)
 
 
 def _c(request: _Request) -> Tensor:
     asked = request.asked
     stored = request.stored
     return native.ragged_token_attention(
-        asked.query, stored.keys, stored.values, stored.bias, scale=asked.scale, used=stored.used
+        asked.query,
+        stored.keys,
+        stored.values,
+        stored.bias,
+        scale=asked.scale,
+        used=stored.used,
+        log_weight=stored.log_weight,
     )
 
 
@@ -81,7 +93,8 @@ def _products(request: _Request) -> Tensor:
     own = stored.shown(new).repeat_interleave(query_heads // stored.bias.shape[1], 1).transpose(1, 2)
     sinks = None if asked.sinks is None else asked.sinks.repeat(new)
     rows = AttentionQueries(query, asked.scale, asked.softcap, sinks)
-    return single_query_attention(rows, stored.keys[:, None], stored.values[:, None], own).transpose(1, 2)
+    weights = None if stored.log_weight is None else stored.log_weight[:, None, None]
+    return single_query_attention(rows, stored.keys[:, None], stored.values[:, None], own, weights).transpose(1, 2)
 
 
 def _torch(request: _Request) -> Tensor:
@@ -101,6 +114,8 @@ def _torch(request: _Request) -> Tensor:
     packed = query.reshape(batch, 1, query_heads * new, dim).expand(-1, parts, -1, -1)
     keys, values = (part.unflatten(1, (parts, -1)) for part in (stored.keys, stored.values))
     bias = stored.bias[:, :, None]
+    if stored.log_weight is not None:
+        bias = bias + stored.log_weight[:, None, None].to(bias.dtype)
     if new > 1:
         bias = bias.masked_fill(~stored.shown(new), torch.finfo(bias.dtype).min)
     mask = bias.repeat_interleave(query_heads // heads, 1).flatten(1, 2).unflatten(2, (parts, -1)).transpose(1, 2)

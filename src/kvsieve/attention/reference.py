@@ -37,26 +37,32 @@ def reference_attention(request: AttentionRequest[Any, Any]) -> Tensor:
     batch, query_heads, new, _ = asked.query.shape
     *before, last = request.stored if isinstance(request.stored, tuple) else (request.stored,)
     parts = [*(_part(part, 0) for part in before), _part(last, new)]
-    masks = _seen(sees, [keys.shape[2] for keys, _, _ in parts], asked.query)
+    masks = _seen(sees, [part[0].shape[2] for part in parts], asked.query)
     sums = [
         _sums(
             asked,
             keys,
             values,
             mask if real is None else mask & real.repeat_interleave(query_heads // real.shape[1], 1),
+            log_weight,
         )
-        for (keys, values, real), mask in zip(parts, masks, strict=True)
+        for (keys, values, real, log_weight), mask in zip(parts, masks, strict=True)
     ]
     sinks = None if asked.sinks is None else asked.sinks.to(sums[0][0].dtype).repeat(batch)[:, None]
     return joined(sums, sinks).view(batch, query_heads, new, -1).to(asked.query.dtype)
 
 
-def _sums(asked: AttentionQueries, keys: Tensor, values: Tensor, mask: Tensor) -> Sums:
-    """Return the sums of a part for R = B * Hq query heads with G = L queries (see `join`); mask: as in `Shown`."""
+def _sums(asked: AttentionQueries, keys: Tensor, values: Tensor, mask: Tensor, log_weight: Tensor | None) -> Sums:
+    """Return the sums of a part for R = B * Hq query heads with G = L queries (see `join`).
+
+    mask: as in `Shown`. log_weight: [B, H, N], or None.
+    """
     query = asked.query
     dtype = score_dtype(asked.query.dtype)
     keys, values = (part.to(dtype).repeat_interleave(query.shape[1] // keys.shape[1], 1) for part in (keys, values))
     logits = cap(query.to(dtype) @ keys.transpose(2, 3) * asked.scale, asked)
+    if log_weight is not None:
+        logits = logits + log_weight.to(dtype).repeat_interleave(query.shape[1] // log_weight.shape[1], 1)[:, :, None]
     logits = logits.masked_fill(~mask, torch.finfo(dtype).min)
     top = logits.amax(-1)
     weights = (logits - top[..., None]).exp()
@@ -64,31 +70,36 @@ def _sums(asked: AttentionQueries, keys: Tensor, values: Tensor, mask: Tensor) -
     return tuple(part.flatten(0, 1)[:, None] for part in sums)  # type: ignore[return-value]
 
 
-def _part(stored: object, new: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys [B, H, N, D], values, and which of them are real, bool [B, H or 1, L or 1, N]; None for all.
+def _part(stored: object, new: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return keys [B, H, N, D], values, real entries, and logarithms of weights [B, H, N], or None if all weigh 1.
+
+    Real ones are bool [B, H or 1, L or 1, N], None for all.
 
     new: of the last entries so many are the queries' own, which see themselves, padding or not.
     """
     if isinstance(stored, FlatEntries):
-        keys, values = (part[:, None].expand(-1, stored.bias.shape[1], -1, -1) for part in (stored.keys, stored.values))
-        return keys, values, stored.shown(new)
+        heads = stored.bias.shape[1]
+        keys, values = (part[:, None].expand(-1, heads, -1, -1) for part in (stored.keys, stored.values))
+        weights = None if stored.log_weight is None else stored.log_weight[:, None].expand(-1, heads, -1)
+        return keys, values, stored.shown(new), weights
     if isinstance(stored, EncodedEntries):
         assert stored.length is None
         stored = DenseEntries(stored.store.keys, stored.store.values, stored.store.valid)
     if isinstance(stored, Latents):
-        (keys, values), valid = stored.up.expand(stored.entries), stored.valid
+        (keys, values), valid, weights = stored.up.expand(stored.entries), stored.valid, None
     else:
         assert isinstance(stored, DenseEntries)
         keys = stored.keys
         values = stored.values
         valid = stored.valid
+        weights = stored.log_weight
         if stored.length is not None:
             real = stored.length.shown(keys.shape[2], new)[None, None]
-            return keys, values, real if valid is None else real & valid[:, :, None]
+            return keys, values, real if valid is None else real & valid[:, :, None], weights
     if valid is None:
-        return keys, values, None
+        return keys, values, None, weights
     slots = torch.arange(keys.shape[2], device=keys.device)
-    return keys, values, valid[:, :, None] | (slots == slots[len(slots) - new :, None])
+    return keys, values, valid[:, :, None] | (slots == slots[len(slots) - new :, None]), weights
 
 
 def _seen(sees: object, sizes: list[int], query: Tensor) -> list[Tensor]:
@@ -125,7 +136,7 @@ def _over_kv_rows(asked: AttentionQueries, kv_rows: KVRows, choice: Choice | Non
     length = kv_rows.length if choice is None else None
     all_of_them = torch.ones(1, dtype=torch.bool, device=entries.device)
     mask = all_of_them if length is None else length.real(kv_rows.size)
-    acc, top, total = _sums(asked.of(asked.query[:, :, None]), keys, values, mask)
+    acc, top, total = _sums(asked.of(asked.query[:, :, None]), keys, values, mask, kv_rows.log_weights_at(entries))
     sinks = None if asked.sinks is None else asked.sinks.to(acc.dtype).flatten()[:, None]
     blend = None if choice is None else choice.blend
     out = joined([(acc, top, total)], sinks if blend is None else None)

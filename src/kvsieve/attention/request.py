@@ -38,6 +38,7 @@ class DenseEntries:
         valid: bool [B, H or 1, N], False for padding, visible only to its own query; None when all are real.
         length: how many of the N there are, known on the device only, in a recorded pass; None: all.
         foreseen: facts of this machine that a pass asks before it is compiled; None: not asked yet.
+        log_weight: float32 [B, H, N], added to the logits of entries, after a cap; None: all weigh 1.
     """
 
     keys: Tensor
@@ -45,6 +46,7 @@ class DenseEntries:
     valid: Tensor | None = None
     length: DeviceLength | None = None
     foreseen: Foreseen | None = None
+    log_weight: Tensor | None = None
 
 
 @dataclass
@@ -58,6 +60,7 @@ class FlatEntries:
         foreseen: as in DenseEntries.
         used: slots in use; the last L * H are those of the L tokens, token by token. None: L is 1.
         padded: some of the tokens may be padding.
+        log_weight: float32 [B, T], as in DenseEntries.
     """
 
     keys: Tensor
@@ -66,6 +69,7 @@ class FlatEntries:
     foreseen: Foreseen | None = None
     used: int | None = None
     padded: bool = False
+    log_weight: Tensor | None = None
 
     def shown(self, new: int) -> Tensor:
         """Return the slots that each of `new` tokens sees: bool [B, H, L, T]."""
@@ -176,6 +180,23 @@ def why_not_learned(request: AttentionRequest[DenseEntries, Any]) -> str | None:
 def why_not_padded(request: AttentionRequest[DenseEntries, Any]) -> str | None:
     """Refuse entries that are not real."""
     return None if request.stored.valid is None else "some entries are padding"
+
+
+def why_not_weighted(request: AttentionRequest[Any, Any]) -> str | None:
+    """Refuse entries with weights, which most kernels do not add."""
+    return None if request.stored.log_weight is None else "entries have weights"
+
+
+def float_mask(log_weight: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the term that torch's kernels add to logits: weights, and the dtype's minimum for hidden entries.
+
+    Args:
+        log_weight: broadcastable to the logits.
+        mask: bool, broadcastable with it, False for hidden entries; None for none.
+        dtype: of the queries.
+    """
+    weights = log_weight.to(dtype)
+    return weights if mask is None else torch.where(mask, weights, torch.finfo(dtype).min)
 
 
 def why_not_plain(request: AttentionRequest[Any, Any]) -> str | None:

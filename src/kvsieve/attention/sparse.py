@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvsieve import kernels
 from kvsieve.attention.blocked import single_query_attention
-from kvsieve.attention.request import AttentionRequest, Executor, why_not_plain
+from kvsieve.attention.request import AttentionRequest, Executor, float_mask, why_not_plain
 from kvsieve.core.kv_rows import Choice, KVRows
 from kvsieve.core.scoring import score_dtype
 from kvsieve.core.softmax import cap
@@ -21,6 +21,8 @@ _Request = AttentionRequest[KVRows, Choice | None]
 def _why_not_triton(request: _Request) -> str | None:
     if not request.stored.in_buffers:
         return "entries are encoded"
+    if request.stored.log_weight is not None:
+        return "entries have weights"
     return _why_not_products(request) or kernels.why_not(request.asked.query)
 
 
@@ -32,21 +34,23 @@ def _triton(request: _Request) -> Tensor:
 
 
 def _torch(request: _Request) -> Tensor:
-    query, keys, values, real = _read(request)
-    out = F.scaled_dot_product_attention(query, keys, values, attn_mask=real, scale=request.asked.scale)
+    query, keys, values, real, weights = _read(request)
+    mask = real if weights is None else float_mask(weights, real, query.dtype)
+    out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=request.asked.scale)
     return _blended(out.reshape(*request.asked.query.shape[:2], -1), request)
 
 
 def _products(request: _Request) -> Tensor:
-    query, keys, values, real = _read(request)
-    out = single_query_attention(request.asked.of(query), keys, values, real)
+    query, keys, values, real, weights = _read(request)
+    out = single_query_attention(request.asked.of(query), keys, values, real, weights)
     return _blended(out.reshape(*request.asked.query.shape[:2], -1), request)
 
 
-def _read(request: _Request) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _read(request: _Request) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Queries [X, 1, G, D] and entries [X, 1, k, D], or [X, G, 1, D] and [X, G, k, D], for a set per query head.
 
-    With a length that the device knows, all entries there can be, and which of them are there, bool [1, N].
+    With a length that the device knows, all entries there can be, and which of them are there, bool [1, N]. At last the
+    logarithms of weights, of the logits' dimensions; None if all weigh 1.
     """
     query = request.asked.query
     kv_rows = request.stored
@@ -54,9 +58,11 @@ def _read(request: _Request) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     entries = kv_rows.span(0, kv_rows.size) if choice is None else choice.entries
     real = kv_rows.length.real(kv_rows.size)[None] if choice is None and kv_rows.length is not None else None
     keys, values = kv_rows.read(entries)
+    weights = kv_rows.log_weights_at(entries)
+    weights = None if weights is None else weights[..., None, :]
     if entries.ndim == 2:
-        return query[:, None], keys[:, None], values[:, None], real
-    return query[:, :, None], keys, values, real
+        return query[:, None], keys[:, None], values[:, None], real, None if weights is None else weights[:, None]
+    return query[:, :, None], keys, values, real, weights
 
 
 def _blends_beside_sinks(request: _Request) -> bool:
@@ -79,10 +85,12 @@ def _blended_beside_sinks(request: _Request) -> Tensor:
     asked = request.asked
     choice = request.sees
     assert choice is not None and choice.blend is not None and asked.sinks is not None
-    query, keys, values, _ = _read(request)
+    query, keys, values, _, weights = _read(request)
     shape = asked.query.shape[:2]
     dtype = score_dtype(query.dtype)
     logits = cap(query.to(dtype) @ keys.to(dtype).transpose(2, 3) * asked.scale, asked)
+    if weights is not None:
+        logits = logits + weights.to(dtype)
     out = (logits.softmax(-1).to(values.dtype) @ values).reshape(*shape, -1)
     norm = logits.logsumexp(-1).reshape(shape) - choice.blend[0].log()
     return (_blend(out, choice.blend) * (norm - asked.sinks).sigmoid()[..., None]).to(query.dtype)

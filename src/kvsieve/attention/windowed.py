@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsieve.attention.dense import real_entries
 from kvsieve.attention.request import AttentionRequest, DenseEntries, Executor, Near, Shown, each_of, why_not_padded
+from kvsieve.attention.slices import between, real_entries, real_row
 
 # Queries of a block; its keys are as many and a window's.
 _QUERIES = 512
@@ -29,16 +29,15 @@ def _rows(request: _Request, attend: _Attend) -> Tensor:
     valid = request.stored.valid
     assert valid is not None
     query = asked.query
-    keys = request.stored.keys
     values = request.stored.values
-    groups = query.shape[1] // keys.shape[1]
+    groups = query.shape[1] // values.shape[1]
     new = query.shape[2]
     out = values[:, :, -new:].repeat_interleave(groups, 1)
     for row, real in enumerate(valid[:, 0]):
         fresh = real[-new:]
         if bool(fresh.any()):
             part = asked.of(real_entries(query[row], fresh)[None])
-            stored = DenseEntries(real_entries(keys[row], real)[None], real_entries(values[row], real)[None])
+            stored = real_row(request.stored, row, real)
             sees = Near(near.window, near.positions[row : row + 1, real])
             out[row, :, fresh.nonzero()[:, 0]] = attend(AttentionRequest(part, stored, sees))[0]
     return out
@@ -59,10 +58,8 @@ def _blocks(request: _Request, attend: _Attend) -> Tensor:
     asked = request.asked
     window = request.sees.window
     query = asked.query
-    keys = request.stored.keys
-    values = request.stored.values
     new = query.shape[2]
-    length = keys.shape[2]
+    length = request.stored.keys.shape[2]
     positions = request.sees.positions.long()
     parts = []
     for first in range(0, new, _QUERIES):
@@ -72,7 +69,7 @@ def _blocks(request: _Request, attend: _Attend) -> Tensor:
         seen = length - new + last
         asking = positions[:, length - new + first : seen]
         mask = window.sees(asking[:, :, None], positions[:, None, low:seen])[:, None]
-        stored = DenseEntries(keys[:, :, low:seen], values[:, :, low:seen])
+        stored = between(request.stored, low, seen)
         parts.append(attend(AttentionRequest(asked.of(query[:, :, first:last]), stored, Shown(mask))))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 

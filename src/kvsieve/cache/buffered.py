@@ -43,6 +43,11 @@ class BufferedMemory(LayerMemory):
         return self.columns.parts.get("valid")
 
     @property
+    def weight_buffer(self) -> Tensor | None:
+        """Logarithms of the weights of all slots; None while all entries weigh 1."""
+        return self.columns.parts.get("log_weight")
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.buffers()[0].dtype
 
@@ -60,7 +65,7 @@ class BufferedMemory(LayerMemory):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return (*self.buffers(), self.columns.parts.get("valid"))
+        return (*self.buffers(), self.valid_buffer, self.weight_buffer)
 
     def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
         parts = self.columns.parts
@@ -72,15 +77,22 @@ class BufferedMemory(LayerMemory):
         keys, values, _ = self.buffers()
         return keys.flatten(0, -2), values.flatten(0, -2)
 
+    def weight_rows(self) -> Tensor | None:
+        return None if self.weight_buffer is None else self.weight_buffer.flatten()
+
     def view(self, slots: Tensor, real: Tensor | None) -> View:
         return View(slots, real, self.size)
 
     def entry_size(self, without: int = 0) -> int:
         keys, values, _ = self.buffers()
-        return (keys.shape[-1] + values.shape[-1]) * keys.element_size()
+        weight = 0 if self.weight_buffer is None else self.weight_buffer.element_size()
+        return (keys.shape[-1] + values.shape[-1]) * keys.element_size() + weight
 
     def entry_bytes(self) -> int:
-        return 0 if self.is_empty else storage_bytes(self.buffers()[:2])
+        if self.is_empty:
+            return 0
+        weights = () if self.weight_buffer is None else (self.weight_buffer,)
+        return storage_bytes((*self.buffers()[:2], *weights))
 
     def all_tensors(self) -> Iterator[Tensor]:
         yield from self.columns

@@ -22,8 +22,8 @@ def slot_dim(name: str) -> int:
 class Columns:
     """Buffers by name: vectors "keys" and "values" are [..., slots, D], facts of entries are [..., slots].
 
-    Facts are "index", the token index, and "valid", True for real entries; absent ones are the same for all entries. A
-    new fact needs only a new name: all operations on entries are written here once.
+    Facts are "index", the token index, "valid", True for real entries, and "log_weight" (`types.Selection`). Absent
+    ones are the same for all entries. A new fact needs only a new name: operations on entries are written here once.
     """
 
     def __init__(self, **parts: Tensor) -> None:
@@ -85,6 +85,8 @@ class Columns:
         rows = sum(len(columns["keys"]) for columns in several)
         if min(sizes) < size or any("valid" in columns.parts for columns in several):
             several = [columns.with_valid() for columns in several]
+        if any("log_weight" in columns.parts for columns in several):
+            several = [columns.with_log_weight() for columns in several]
         out = {}
         for name in several[0].parts:
             parts = [columns[name] for columns in several]
@@ -103,3 +105,9 @@ class Columns:
             return self
         index = self.parts["index"]
         return self.including(valid=torch.ones_like(index[:, :heads], dtype=torch.bool))
+
+    def with_log_weight(self) -> Self:
+        """Return columns with "log_weight": existing, or 0 for all entries."""
+        if "log_weight" in self.parts:
+            return self
+        return self.including(log_weight=torch.zeros_like(self.parts["index"], dtype=torch.float32))

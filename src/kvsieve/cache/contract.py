@@ -106,6 +106,11 @@ class LayerMemory(ABC):
         """bool [B, H or 1, N], False for padding and filler; None while every entry is real."""
 
     @property
+    def log_weight(self) -> Tensor | None:
+        """float32 [B, H, N], logarithms of the entries' weights, 0 for filler; None while all weigh 1."""
+        return None
+
+    @property
     @abstractmethod
     def dims(self) -> tuple[int, int]:
         """D and Dv."""
@@ -210,17 +215,21 @@ class LayerMemory(ABC):
     def slot_rows(self) -> tuple[SlotRows, SlotRows]:
         """Return keys and values with all slots of all KV rows as rows: [B * H * capacity, D]."""
 
+    def weight_rows(self) -> Tensor | None:
+        """Return the logarithms of weights, float32 [B * H * capacity], in `slot_rows`' order; None: all are 0."""
+        return None
+
     @abstractmethod
     def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return keys, values and token indices with all slots, used or not. Raises RuntimeError if there are none."""
 
     @abstractmethod
     def entry_size(self, without: int = 0) -> int:
-        """Bytes of an entry's key and value; the mean where they differ. without: newest tokens not to count."""
+        """Bytes of an entry's key, value and weight, or their mean. without: newest tokens not to count."""
 
     @abstractmethod
     def entry_bytes(self) -> int:
-        """Bytes of keys and values, including spare room."""
+        """Bytes of keys, values and weights, including spare room."""
 
     @abstractmethod
     def all_tensors(self) -> Iterator[Tensor]:
@@ -254,7 +263,7 @@ class LayerMemory(ABC):
     @property
     @abstractmethod
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Tensors used by `put` and attention: buffers of keys, values and index, and the mask of real entries."""
+        """Tensors used by `put` and attention: buffers of keys, values and index, mask of real entries, and weights."""
 
     @abstractmethod
     def make_room(self, tokens: int) -> None:

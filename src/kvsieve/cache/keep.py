@@ -9,6 +9,7 @@ from kvsieve.cache.latent import LatentStore
 from kvsieve.cache.packed import PackedStore
 from kvsieve.cache.ragged import RaggedStore
 from kvsieve.cache.store import DenseStore
+from kvsieve.errors import UnsupportedOptionError
 from kvsieve.types import Selection
 
 if TYPE_CHECKING:
@@ -18,7 +19,14 @@ if TYPE_CHECKING:
 
 
 def keep(store: LayerMemory, selection: Selection, reserve: int = 0, *, reuse: bool = True) -> LayerMemory:
-    """Reduce a store to a selection: the same store, or a ragged one if heads keep different numbers of entries."""
+    """Reduce a store to a selection: the same store, or a ragged one if heads keep different numbers of entries.
+
+    Raises:
+        UnsupportedOptionError: the selection carries keys, values or weights, and the store has no place for them.
+    """
+    if selection.writes and (store.is_encoded or isinstance(store, LatentStore)):
+        form = "entries are encoded" if store.is_encoded else "a layer with latent attention stores latents"
+        raise UnsupportedOptionError(f"the evictor writes keys, values or weights, and {form}: use another method")
     if isinstance(store, LatentStore) and selection.head_lengths is not None:
         # One head only: no differences.
         lengths = tuple(length for (length,) in selection.head_lengths)
@@ -29,7 +37,7 @@ def keep(store: LayerMemory, selection: Selection, reserve: int = 0, *, reuse: b
     if isinstance(store, DenseStore) and selection.head_lengths is None:
         store.keep(selection, reserve, reuse=reuse)
         return store
-    return RaggedStore.build(store.keys, store.values, store.index, selection, reserve)
+    return RaggedStore.build(store, selection, reserve)
 
 
 def encode(

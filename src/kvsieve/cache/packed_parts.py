@@ -12,6 +12,7 @@ from kvsieve.cache.body import Body
 from kvsieve.cache.contract import LayerMemory
 from kvsieve.cache.store import DenseStore
 from kvsieve.core.selection import entries_at
+from kvsieve.errors import UnsupportedOptionError
 
 if TYPE_CHECKING:
     from kvsieve.planning.roles import Codec
@@ -33,6 +34,8 @@ class PackedParts(LayerMemory):
 
     def __init__(self, codec: Codec | None, store: LayerMemory) -> None:
         super().__init__()
+        if store.log_weight is not None:
+            raise UnsupportedOptionError("entries have weights, which codecs do not keep: leave codec= and rest= out")
         self.codec, self.exact = codec, cast(DenseStore, store.padded())
         self.lengths = store.lengths
         self.first = 0

@@ -41,7 +41,7 @@ def _dense(parts: dict[str, Any]) -> DenseStore:
         return LatentStore() if "rank" in parts else DenseStore()
     keys, index, valid, lengths = (parts[name] for name in ("keys", "index", "valid", "lengths"))
     if "rank" not in parts:
-        return DenseStore.of(keys, parts["values"], index, valid, lengths)
+        return DenseStore.of(keys, parts["values"], index, valid, lengths, parts.get("log_weight"))
     store = LatentStore.of(keys, keys[..., :0], index, valid, lengths)
     store.rank = parts["rank"]
     return store
@@ -50,7 +50,7 @@ def _dense(parts: dict[str, Any]) -> DenseStore:
 def _ragged(parts: dict[str, Any]) -> RaggedStore:
     size = parts["keys"].shape[1]
     dtype = parts["keys"].dtype
-    columns = Columns(**{name: parts[name] for name in ("keys", "values", "index")})
+    columns = Columns(**{name: parts[name] for name in ("keys", "values", "index", "log_weight") if name in parts})
     # Attention reads flat buffers up to a whole number of lanes.
     capacity = whole(size)
     columns = columns if capacity == size else columns.grown(size, capacity)

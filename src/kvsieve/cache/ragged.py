@@ -10,9 +10,10 @@ from torch import Tensor
 
 from kvsieve.cache.buffered import BufferedMemory, last_tokens
 from kvsieve.cache.columns import Columns
-from kvsieve.cache.contract import MIN_ROOM
+from kvsieve.cache.contract import MIN_ROOM, LayerMemory
 from kvsieve.cache.lanes import bias_of_a_token, bias_of_turns, turns, whole
 from kvsieve.cache.store import DenseStore
+from kvsieve.cache.written import parts_of
 from kvsieve.core.selection import slots_of
 from kvsieve.types import Selection
 
@@ -56,19 +57,22 @@ class RaggedStore(BufferedMemory):
         self._own = torch.zeros(0, 0)
 
     @classmethod
-    def build(cls, keys: Tensor, values: Tensor, index: Tensor, selection: Selection, reserve: int = 0) -> Self:
-        """Return a store of the selected entries.
+    def build(cls, store: LayerMemory, selection: Selection, reserve: int = 0) -> Self:
+        """Return a store of a store's selected entries, with the keys, values and weights of the selection, if any.
 
         Args:
-            keys: [B, H, N, D].
-            values: [B, H, N, Dv].
-            index: int32 [B, H, N].
+            store: of H heads.
             selection: indices [B, H', K], H' a multiple of H; a larger one stores a copy per query head.
             reserve: tokens to leave room for.
         """
+        stored = {"keys": store.keys, "values": store.values, "index": store.index}
+        if store.log_weight is not None:
+            stored["log_weight"] = store.log_weight
+        own = parts_of(selection)
         slots = selection.indices
         real = selection.real()
         batch, heads, size = slots.shape
+        keys = stored["keys"]
         copies = heads // keys.shape[1]
         if real is None:
             real = torch.ones(1, 1, 1, dtype=torch.bool, device=slots.device)
@@ -81,17 +85,20 @@ class RaggedStore(BufferedMemory):
         used = max(totals)
         capacity = whole(used + max(reserve, 1) * heads)
         flat = {
-            "keys": keys.new_zeros(batch, capacity, keys.shape[-1]),
-            "values": values.new_zeros(batch, capacity, values.shape[-1]),
-            "index": index.new_full((batch, capacity), -1),
+            name: part.new_full((batch, capacity, *part.shape[3:]), -1 if name == "index" else 0)
+            for name, part in stored.items()
         }
+        if "log_weight" in own:
+            flat["log_weight"] = torch.zeros_like(flat["index"], dtype=torch.float32)
         bias = keys.new_full((batch, heads, capacity), torch.finfo(keys.dtype).min)
         for row, total in enumerate(totals):
             at = slots_of(real[row].flatten(), total)
             head = at // size
             slot = slots[row].flatten()[at]
-            for to, part in zip(flat.values(), (keys, values, index), strict=True):
-                to[row, :total] = part[row, head // copies, slot]
+            for name, to in flat.items():
+                # Written parts have the selection's places, stored ones the store's slots.
+                part = own[name][row, head, at % size] if name in own else stored[name][row, head // copies, slot]
+                to[row, :total] = part
             bias[row, head, torch.arange(total, device=at.device)] = 0
         lengths = tuple(map(max, head_lengths))
         return cls(Columns(**flat, valid=bias), lengths, counts, size=used, body=used, totals=totals)
@@ -122,6 +129,11 @@ class RaggedStore(BufferedMemory):
         return keys[:, :end], values[:, :end], bias
 
     @property
+    def flat_log_weight(self) -> Tensor | None:
+        """Logarithms of the weights of the slots of `flat`, float32 [B, T]; None while all entries weigh 1."""
+        return None if self.weight_buffer is None else self.weight_buffer[:, : whole(self.size)]
+
+    @property
     def keys(self) -> Tensor:
         return self._padded(self.buffers()[0])
 
@@ -140,8 +152,15 @@ class RaggedStore(BufferedMemory):
         padded = self._padded(real[..., None])[..., 0]
         return padded.masked_fill_(self._filler(padded), False)
 
+    @property
+    def log_weight(self) -> Tensor | None:
+        if self.weight_buffer is None:
+            return None
+        padded = self._padded(self.weight_buffer[..., None])[..., 0]
+        return padded.masked_fill_(self._filler(padded), 0)
+
     def padded(self) -> DenseStore:
-        return DenseStore.of(self.keys, self.values, self.index, self.valid, self.lengths)
+        return DenseStore.of(self.keys, self.values, self.index, self.valid, self.lengths, self.log_weight)
 
     def append(
         self,
@@ -172,6 +191,8 @@ class RaggedStore(BufferedMemory):
             padding = torch.nn.functional.pad(~valid.repeat_interleave(heads, 1), (0, after))[:, None]
             own = own.masked_fill(padding, torch.finfo(keys.dtype).min)
         self._bias()[:, :, self.size : end + after] = own
+        if self.weight_buffer is not None:
+            self.weight_buffer[:, self.size : end + after] = 0
         self.hides_newest = valid is not None
         self._add(self._count_new(batch, new, valid, counts))
         self.size = end
@@ -195,6 +216,8 @@ class RaggedStore(BufferedMemory):
         self._own = bias_of_a_token(heads, self._bias().dtype, index.device)
         # They belong to no head until they are written: the whole buffer is read.
         self._bias()[:, :, self.size :] = torch.finfo(self._bias().dtype).min
+        if self.weight_buffer is not None:
+            self.weight_buffer[:, self.size :] = 0
 
     def put(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         heads = self.heads

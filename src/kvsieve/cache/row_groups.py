@@ -129,7 +129,8 @@ class RowGroups:
         keys, values = store.slot_rows()
         body, tail = group.flat(store.capacity)
         size = self.entries(store, group) - later if length is None else self.most(store, group)
-        return KVRows(keys, values, body, tail, self.stride, size, length, self.heads)
+        where = body, tail, self.stride, size, length, self.heads
+        return KVRows(keys, values, *where, log_weight=store.weight_rows())
 
     def all_tensors(self) -> Iterator[Tensor]:
         """Yield every tensor of the readers' metadata and of the slot lists."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvsieve.cache.buffered import BufferedMemory, last_tokens
 from kvsieve.cache.columns import Columns
 from kvsieve.cache.contract import MIN_ROOM, LayerMemory
+from kvsieve.cache.written import written
 from kvsieve.types import Selection
 
 
@@ -30,10 +31,19 @@ class DenseStore(BufferedMemory):
         self.kept = size
 
     @classmethod
-    def of(cls, keys: Tensor, values: Tensor, index: Tensor, valid: Tensor | None, lengths: tuple[int, ...]) -> Self:
+    def of(
+        cls,
+        keys: Tensor,
+        values: Tensor,
+        index: Tensor,
+        valid: Tensor | None,
+        lengths: tuple[int, ...],
+        log_weight: Tensor | None = None,
+    ) -> Self:
         """Return a store on these tensors, [B, H, N, ...], all in use."""
-        facts = {} if valid is None else {"valid": valid}
-        return cls(Columns(keys=keys, values=values, index=index, **facts), keys.shape[2], lengths)
+        facts = {"valid": valid, "log_weight": log_weight}
+        known = {name: part for name, part in facts.items() if part is not None}
+        return cls(Columns(keys=keys, values=values, index=index, **known), keys.shape[2], lengths)
 
     @property
     def heads(self) -> int:
@@ -57,6 +67,10 @@ class DenseStore(BufferedMemory):
     @property
     def valid(self) -> Tensor | None:
         return None if self.valid_buffer is None else self.valid_buffer[:, :, : self.size]
+
+    @property
+    def log_weight(self) -> Tensor | None:
+        return None if self.weight_buffer is None else self.weight_buffer[:, :, : self.size]
 
     def append(
         self,
@@ -84,6 +98,8 @@ class DenseStore(BufferedMemory):
         columns["index"][:, :, slots] = token_index[:, None]
         if "valid" in columns:
             columns["valid"][:, :, slots] = True if valid is None else valid[:, None]
+        if "log_weight" in columns:
+            columns["log_weight"][:, :, slots] = 0
         self._count_new(batch, new, valid, counts)
         self.size = end
 
@@ -95,6 +111,8 @@ class DenseStore(BufferedMemory):
         index.copy_(torch.arange(token_index, token_index + index.shape[2], device=index.device))
         if self.valid_buffer is not None:
             self.valid_buffer[:, :, self.size :] = True
+        if self.weight_buffer is not None:
+            self.weight_buffer[:, :, self.size :] = 0
 
     def put(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         for to, part in zip(self.buffers()[:2], (keys, values), strict=True):
@@ -103,7 +121,7 @@ class DenseStore(BufferedMemory):
             to.index_copy_(2, slots, part)
 
     def keep(self, selection: Selection, reserve: int = 0, *, reuse: bool = True) -> None:
-        """Keep only the selected slots and free the rest.
+        """Keep only the selected slots and free the rest, with the keys, values and weights of the selection, if any.
 
         Args:
             selection: indices [B, H', K], H' a multiple of the stored heads: each head's slots, or, for a larger H', a
@@ -118,6 +136,8 @@ class DenseStore(BufferedMemory):
         reuse = reuse and needed <= self.capacity <= needed * 5 // 4
         lengths = None if real is None else selection.lengths
         self.take(indices, None if real is None else real[:, None], needed, reuse=reuse, lengths=lengths)
+        if selection.writes:
+            self.columns = written(self.columns, selection, None if real is None else real[:, None])
 
     def take(
         self,
@@ -152,6 +172,8 @@ class DenseStore(BufferedMemory):
                 valid = torch.ones(shape, dtype=torch.bool, device=slots.device)
             valid[:, :, :kept] = real
             self.columns["index"][:, :, :kept].masked_fill_(~real, -1)
+            if self.weight_buffer is not None:
+                self.weight_buffer[:, :, :kept].masked_fill_(~real, 0)
             self.columns = self.columns.including(valid=valid)
 
     def drop_first(self, count: int, reserve: int = 0) -> None:

@@ -135,6 +135,7 @@ class KVRows:
         size: entries of each KV row; with `length`, an upper bound.
         length: entries that exist, on the device; the others may be read but must not be chosen. None: all exist.
         heads: consecutive KV rows that belong to one batch row, where its heads have as many entries.
+        log_weight: float32 [S], added to the logits of the slots' entries; None: all weigh 1.
     """
 
     keys: SlotRows
@@ -145,6 +146,7 @@ class KVRows:
     size: int
     length: DeviceLength | None = None
     heads: int = 1
+    log_weight: Tensor | None = None
 
     @property
     def in_buffers(self) -> bool:
@@ -161,6 +163,10 @@ class KVRows:
 
     def values_at(self, entries: Tensor) -> Tensor:
         return self._rows(self.values, self.slots(entries))
+
+    def log_weights_at(self, entries: Tensor) -> Tensor | None:
+        """Return the logarithms of the entries' weights, the shape of `entries`; None if all weigh 1."""
+        return None if self.log_weight is None else self.log_weight[self.slots(entries)]
 
     def read(self, entries: Tensor) -> tuple[Tensor, Tensor]:
         slots = self.slots(entries)

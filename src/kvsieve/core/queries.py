@@ -23,6 +23,7 @@ def query_mass(
     weights: Tensor | None = None,
     reduce: Literal["sum", "max"] = "sum",
     entries: int | None = None,
+    log_weight: Tensor | None = None,
 ) -> Tensor:
     """Return the softmax attention of T queries over N entries, reduced over the queries.
 
@@ -34,13 +35,14 @@ def query_mass(
         weights: factors of the queries, broadcastable to [B, H, T]; None for 1.
         reduce: "sum" or "max" over the queries.
         entries: return only the first so many entries; None for all.
+        log_weight: float32 [B, H, N], added to the logits; None: all entries weigh 1.
 
     Returns:
         [B, Hq, entries] in float32 (float64 for float64 inputs).
     """
     query = asked.query
     scale = asked.scale
-    if compiled.takes(query, keys, scale):
+    if log_weight is None and compiled.takes(query, keys, scale):
         return compiled.query_mass(asked, keys, visible, weights=weights, largest=reduce == "max", entries=entries)
     batch, query_heads, count, _ = query.shape
     heads = keys.shape[1]
@@ -56,7 +58,10 @@ def query_mass(
         spans = (keys[:, :, start : start + _KEYS] for start in range(0, length, _KEYS))
         logits = torch.cat([part @ span.to(dtype).transpose(-1, -2) for span in spans], -1).unflatten(2, (groups, -1))
         seen = visible[:, :, None, first : first + block]
-        mass = softmax(cap(logits, asked).masked_fill_(~seen, float("-inf")), sinks)
+        logits = cap(logits, asked)
+        if log_weight is not None:
+            logits += log_weight[:, :, None, None].to(dtype)
+        mass = softmax(logits.masked_fill_(~seen, float("-inf")), sinks)
         mass = mass.masked_fill_(~seen.any(-1, keepdim=True), 0)
         if weights is not None:
             mass = mass * weights[:, :, None, first : first + block, None]

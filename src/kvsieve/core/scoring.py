@@ -36,7 +36,12 @@ def score_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def window_mass(
-    asked: AttentionQueries, keys: Tensor, *, valid: Tensor | None = None, block: int | None = None
+    asked: AttentionQueries,
+    keys: Tensor,
+    *,
+    valid: Tensor | None = None,
+    block: int | None = None,
+    log_weight: Tensor | None = None,
 ) -> Tensor:
     """Return the softmax attention mass that a window of queries gives to every stored entry, summed over the window.
 
@@ -50,17 +55,20 @@ def window_mass(
         keys: [B, H, N, D], post-RoPE.
         valid: bool [B, H or 1, N]; padding receives and gives no mass. None: no padding.
         block: entries scored at a time; None chooses it so that no N x N matrix is allocated.
+        log_weight: float32 [B, H, N], added to the logits; None: all entries weigh 1.
 
     Returns:
         [B, Hq, N] in float32 (float64 for float64 inputs).
     """
     query = asked.query
     scale = asked.scale
-    if block is None and kernels.usable(query, keys):
+    compiles = block is None and log_weight is None
+    if compiles and kernels.usable(query, keys):
         return kernels.window_mass(asked, keys, valid)
-    if block is None and compiled.takes(query, keys, scale):
+    if compiles and compiled.takes(query, keys, scale):
         return compiled.query_mass(asked, keys, _seen(query, keys, valid))
-    parts = [weights.sum(2) for weights in window_weights(asked, keys, valid=valid, block=block)]
+    weights = window_weights(asked, keys, valid=valid, block=block, log_weight=log_weight)
+    parts = [part.sum(2) for part in weights]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
@@ -72,16 +80,18 @@ def mass_of(ctx: LayerContext, start: int, stop: int | None = None) -> Tensor:
     query = ctx.query[:, :, start:stop]
     keys = ctx.keys
     valid = ctx.valid
+    log_weight = ctx.log_weight
     if stop is not None:
         seen = keys.shape[2] - ctx.query.shape[2] + stop
         keys = keys[:, :, :seen]
-        valid = None if valid is None else valid[:, :, :seen]
-    return window_mass(ctx.asks(query), keys, valid=valid)
+        valid, log_weight = (None if part is None else part[:, :, :seen] for part in (valid, log_weight))
+    return window_mass(ctx.asks(query), keys, valid=valid, log_weight=log_weight)
 
 
 def weights_of(ctx: LayerContext, window: int) -> Iterator[Tensor]:
     """Yield the weights that the last queries of a pass give to entries, see `window_weights`."""
-    return window_weights(ctx.asks(ctx.query[:, :, -window:]), ctx.keys, valid=ctx.valid)
+    asked = ctx.asks(ctx.query[:, :, -window:])
+    return window_weights(asked, ctx.keys, valid=ctx.valid, log_weight=ctx.log_weight)
 
 
 def _seen(query: Tensor, keys: Tensor, valid: Tensor | None) -> Tensor:
@@ -93,7 +103,12 @@ def _seen(query: Tensor, keys: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def window_weights(
-    asked: AttentionQueries, keys: Tensor, *, valid: Tensor | None = None, block: int | None = None
+    asked: AttentionQueries,
+    keys: Tensor,
+    *,
+    valid: Tensor | None = None,
+    block: int | None = None,
+    log_weight: Tensor | None = None,
 ) -> Iterator[Tensor]:
     """Yield the softmax weights that `window_mass` sums, [B, Hq, W, block], block by block of entries.
 
@@ -118,6 +133,8 @@ def window_weights(
 
     def logits(start: int, end: int) -> Tensor:
         part = cap(packed @ keys[:, :, start:end].to(dtype).transpose(-1, -2), asked)
+        if log_weight is not None:
+            part += log_weight[:, :, None, start:end].to(dtype)
         first = max(start, corner)
         if first < end:
             hidden = torch.arange(first, end, device=keys.device) > rows

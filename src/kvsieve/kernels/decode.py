@@ -59,6 +59,7 @@ def decode_attention(
     *,
     length: Tensor | int | None = None,
     valid: Tensor | None = None,
+    log_weight: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the last L of the first `length` of N stored entries; each sees itself, padding or not.
 
@@ -68,6 +69,7 @@ def decode_attention(
         values: [B, H, N, Dv], possibly a view of a larger buffer.
         length: entries, an int or one integer on the device; None for N.
         valid: bool [B, H or 1, N], False for padding; None if there is none.
+        log_weight: float32 [B, H, N], added to the logits; None for nothing.
 
     Returns:
         [B, Hq, L, Dv].
@@ -76,23 +78,26 @@ def decode_attention(
     query_heads, new = asked.query.shape[1:3]
     entries = Entries(capacity if length is None else length, capacity)
     grouped = asked.query.reshape(batch * heads, query_heads // heads, new, dim)
-    out, _ = causal(asked, grouped, keys, values, entries, valid)
+    if log_weight is not None and valid is not None:
+        log_weight = log_weight.masked_fill(~valid, float("-inf"))
+    out, _ = causal(asked, grouped, keys, values, entries, valid if log_weight is None else log_weight)
     return out.view(batch, query_heads, new, -1)
 
 
 def causal(
-    asked: Queries, query: Tensor, keys: Tensor, values: Tensor, entries: Entries, valid: Tensor | None
+    asked: Queries, query: Tensor, keys: Tensor, values: Tensor, entries: Entries, shown: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the attention of the last L entries' queries [B * H, G, L, D], and the logits' log-sum-exp; see `attend`.
 
     A program takes the queries of as many tokens as a tile has rows for.
 
-    valid: bool [B, H or 1, N], False for padding, which sees itself; None if there is none.
+    shown: bool [B, H or 1, N], False for padding, which sees itself; or float32, added to the logits, -inf for padding;
+    None if there is none.
 
     Returns:
         Output [B * H, G, L, Dv] and log-sum-exp float32 [B * H, G, L].
     """
-    mask = None if valid is None else valid.expand(-1, keys.shape[1], -1)
+    mask = None if shown is None else shown.expand(-1, keys.shape[1], -1)
     rows, groups, new, dim = query.shape
     copies = cdiv(groups * new, _ROWS)
     fresh = cdiv(new, copies)
@@ -103,7 +108,7 @@ def causal(
         query = torch.nn.functional.pad(query, (0, 0, more, 0))
     tiles = query.unflatten(2, (copies, fresh)).transpose(1, 2).reshape(rows * copies, groups * fresh, dim)
     entries = dataclasses.replace(entries, fresh=fresh, apart=fresh)
-    out, norm = attend(asked, tiles, keys, values, entries, mask=mask)
+    out, norm = attend(asked, tiles, keys, values, entries, mask=mask, sees_itself=True)
     out = out.view(rows, copies, groups, fresh, -1).transpose(1, 2).flatten(2, 3)[:, :, more:]
     return out, norm.view(rows, copies, groups, fresh).transpose(1, 2).flatten(2, 3)[:, :, more:]
 
@@ -159,7 +164,14 @@ def kv_row_attention(asked: Queries, kv_rows: StoredRows, chosen: Tensor | None 
 
 
 def attend(
-    asked: Queries, query: Tensor, keys: Tensor, values: Tensor, entries: Entries, *, mask: Tensor | None = None
+    asked: Queries,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    entries: Entries,
+    *,
+    mask: Tensor | None = None,
+    sees_itself: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the attention of [X, G, D] over keys [B, H, N, D], and the logits' log-sum-exp; all variants call it.
 
@@ -173,6 +185,7 @@ def attend(
         entries: entries to read.
         mask: by slot: bool [B, H, N], except that the last entry is always visible, or a bias of the logits, [B, H or a
             multiple, N]; None for none.
+        sees_itself: a query's own entry is visible where a bias is -inf, without one, as it is under a bool mask.
 
     Returns:
         Output [X, G, Dv] and log-sum-exp float32 [X, G], without sinks.
@@ -196,7 +209,7 @@ def attend(
         copies = query_rows // (keys.shape[0] * keys.shape[1])
         sinks = sinks.view(keys.shape[1], 1, -1, 1).expand(-1, copies, -1, entries.fresh).flatten()
     sink_rows = 1 if sinks is None else sinks.numel() // groups
-    split = _Split(per, block, out, norm, asked.softcap, sinks if parts == 1 else None)
+    split = _Split(per, block, out, norm, asked.softcap, sinks if parts == 1 else None, sees_itself)
     if parts > 1:
         of_parts = query.new_empty(query_rows, parts, groups, value_dim, dtype=torch.float32)
         of_norms = query.new_empty(query_rows, parts, groups, dtype=torch.float32)
@@ -227,7 +240,7 @@ def attend(
 class _Split:
     """KV rows in parts of `per` entries, read `block` at a time; out and norm: outputs, by part if several.
 
-    softcap: of the logits. sinks: added to the softmax of a KV row with a single part.
+    softcap: of the logits. sinks: added to the softmax of a KV row with a single part. sees_itself: as in `attend`.
     """
 
     per: int
@@ -236,6 +249,7 @@ class _Split:
     norm: Tensor
     softcap: float | None
     sinks: Tensor | None
+    sees_itself: bool
 
 
 def _launch(
@@ -286,7 +300,7 @@ def _launch(
         CHOSEN=chosen is not None,
         TAIL=entries.tail is not None,
         COUNT=on_device,
-        MASK=0 if mask is None else 1 if mask.dtype == torch.uint8 else 2,
+        MASK=0 if mask is None else 1 if mask.dtype == torch.uint8 else 3 if split.sees_itself else 2,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
         FRESH=entries.fresh,

@@ -190,6 +190,12 @@ def _masked(
             other=0.0,
         )
         logits += bias.to(tl.float32) * 1.4426950408889634
+    if MASK == 3:
+        # Weights of entries, -inf for padding.
+        weight = tl.load(mask + mask_at + head * mask_head + slot, mask=real, other=0.0)
+        there = weight > float("-inf")
+        shown = shown & (there[None, :] | (index[None, :] == ends[:, None]))
+        logits += tl.where(there, weight, 0.0)[None, :] * 1.4426950408889634
     return tl.where(shown, logits, float("-inf"))
 
 

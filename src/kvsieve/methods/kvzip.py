@@ -159,7 +159,10 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
         visible = torch.cat([before, causal.expand(*before.shape[:2], -1, -1)], -1)
         among = torch.cat([keys, ctx.keys[:, :, stored:]], 2)
         size = slots.shape[-1]
-        mass = query_mass(ctx.asks(ctx.query), among, visible, reduce="max", entries=size)
+        weights = ctx.log_weight
+        if weights is not None:
+            weights = torch.cat([weights[:, :, :stored].gather(2, slots), weights[:, :, stored:]], 2)
+        mass = query_mass(ctx.asks(ctx.query), among, visible, reduce="max", entries=size, log_weight=weights)
         best = mass.unflatten(1, (keys.shape[1], -1)).amax(2)
         best = best.masked_fill(~inside.gather(2, slots), 0)
         known = scores.setdefault(ctx.layer_idx, best.new_zeros(index.shape))

@@ -113,7 +113,7 @@ class Lookahead(SnapKV, ProbingEvictor, heads="own", query_aware=True):
             causal = valid[:, :, None] & valid[:, :, -window:, None] & (slots <= slots[-window:, None])
             visible = torch.cat([causal.expand(len(visible), -1, -1, -1), visible], 2)
             query = torch.cat([ctx.query[:, :, -window:], drafted.to(ctx.query.dtype)], 2)
-        mass = query_mass(ctx.asks(query), ctx.keys, visible, entries=length - window)
+        mass = query_mass(ctx.asks(query), ctx.keys, visible, entries=length - window, log_weight=ctx.log_weight)
         return group_mean(pool(mass, self.width(ctx), self.pooling, ctx.valid), heads)
 
 

@@ -182,12 +182,12 @@ class RecordedLayer(SieveLayer):
             return EncodedEntries(self.encoded.store, lengths[0])
         if self.reading is not None:
             return ReadRows(self.reading, self.store, lengths, sharing)
-        keys, values, _, valid = self.tensors[:4]
+        keys, values, _, valid, weights = self.tensors[:5]
         assert keys is not None and values is not None
         if not self.store.is_ragged:
-            return DenseEntries(keys, values, valid, lengths[0], self.foreseen)
+            return DenseEntries(keys, values, valid, lengths[0], self.foreseen, weights)
         assert valid is not None
-        return FlatEntries(keys, values, valid, self.foreseen)
+        return FlatEntries(keys, values, valid, self.foreseen, log_weight=weights)
 
     def advance_host_lengths(self, layer: SieveLayer, reads: Reads) -> None:
         """Count the effects of a token of the pass on `layer`, and its reads."""

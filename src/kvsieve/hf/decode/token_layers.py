@@ -126,13 +126,14 @@ class TokenLayers:
                 return None
             caches.append(entries)
             attended.append(_placed(row.cache, entries))
-        if not all(attended):
+        if not all(count for count, _ in attended):
             return None
         cores.look()
         output = through_layers(hidden, cosine, sine, caches, [row.step.start for row in rows])
         entry = 2 * cosine.shape[-1] * hidden.element_size()
-        for row, count in zip(rows, attended, strict=True):
-            row.reads.read(batch * count, entry)
+        for row, (count, weighted) in zip(rows, attended, strict=True):
+            row.reads.read(batch * (count - weighted), entry)
+            row.reads.read(batch * weighted, entry + 4)
             for layer in cast("list[SieveLayer]", row.cache.all_layers):
                 layer.store.advance_host_length()
         session.computed = ComputedLayers(self.count, output, angles)
@@ -220,18 +221,23 @@ def _rows_of(session: Session, cache: Any) -> Sequence[Session]:
     return rows if all(row.only_appends for row in rows) else ()
 
 
-def _placed(cache: SieveCache, entries: TokenEntries) -> int:
-    """Set the entries of all layers as they are now; return how many each row's token attends to, 0 if it cannot."""
-    attended = 0
+def _placed(cache: SieveCache, entries: TokenEntries) -> tuple[int, int]:
+    """Set the entries of all layers as they are now; return how many each row's token attends to, 0 if it cannot.
+
+    The second number is that of those with weights, which have four bytes more.
+    """
+    attended = weighted = 0
     for number, layer in enumerate(cast("list[SieveLayer]", cache.all_layers)):
         store = layer.store
         if layer.view is not None or store.is_encoded or not store.has_room(1):
-            return 0
-        count = entries.place(number, store.tensors, store.next_slot)
+            return 0, 0
+        tensors = store.tensors
+        count = entries.place(number, tensors, store.next_slot)
         if not count:
-            return 0
+            return 0, 0
         attended += count
-    return attended
+        weighted += 0 if tensors[4] is None else count
+    return attended, weighted
 
 
 def computed_before(session: Session, number: int, given: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:

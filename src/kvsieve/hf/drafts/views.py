@@ -113,6 +113,9 @@ def _why_not_of(cache: SieveCache, plan: Plan) -> str | None:
         rows = cache.conversation.batch
         why = f"a reader drafts on the cache itself, which holds {rows} rows; ask them one by one, or name an evictor"
         return why if rows > 1 else None
+    layers = cache.sieve_layers.values()
+    if plan.codec is not None and any(layer.store.log_weight is not None for layer in layers):
+        return "its entries have weights, which codecs do not keep; name a reader or an evictor"
     if plan.evict is None:
         return None
     reader = "name a reader or a codec, such as quest or kivi"
@@ -120,7 +123,7 @@ def _why_not_of(cache: SieveCache, plan: Plan) -> str | None:
         return f"an evictor's view reads the last tokens again, which recurrent layers cannot; {reader}"
     if cache.conversation.short_prompt is not None:
         return f"an evictor's view reads the last tokens again, and {cache.owner.plan.name} has left some out; {reader}"
-    if any(layer.store.is_ragged for layer in cache.sieve_layers.values()) and not plan.evict.traits.ragged:
+    if any(layer.store.is_ragged for layer in layers) and not plan.evict.traits.ragged:
         return (
             f"its heads keep different numbers of entries, and {type(plan.evict).__name__} takes equal ones; name "
             "adakv, a reader or a codec"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 from torch import Tensor
 
 from kvsieve.cache import LayerMemory, keep, quantize_evicted
@@ -15,6 +14,7 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import SieveLayer
 from kvsieve.hf.forward.answers import counted_lengths, keep_prompt
 from kvsieve.hf.forward.recent import aligned, stored_slots
+from kvsieve.hf.forward.written import check_written, in_rows
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.protection import lost
 from kvsieve.planning.roles import Role
@@ -46,7 +46,7 @@ def evict(plan: Plan, ctx: LayerContext, cache: SieveCache, due: tuple[bool, ...
         record.raised_to = max(counts) if max(counts) > record.asked else None
     chosen = evictor.select(shown, counts)
     if not all(due) and isinstance(chosen, Selection):
-        chosen = _in_rows(chosen, shown, due)
+        chosen = in_rows(chosen, shown, due)
     per_layer = chosen if isinstance(chosen, dict) else {ctx.layer_idx: chosen}
     for index, selection in per_layer.items():
         if selection is None:
@@ -56,6 +56,7 @@ def evict(plan: Plan, ctx: LayerContext, cache: SieveCache, due: tuple[bool, ...
                 check_protected(evictor, shown, selection)
             selection = stored_slots(selection, slots)
         layer = cache.sieve_layers[index]
+        check_written(evictor, selection, layer.store.dims)
         if conversation.protected is not None:
             protected, quotas = conversation.protected.at(layer.store.index, layer.store.valid)
             check_protected(evictor, dataclasses.replace(ctx, protected=protected, quotas=quotas), selection)
@@ -74,23 +75,6 @@ def evict(plan: Plan, ctx: LayerContext, cache: SieveCache, due: tuple[bool, ...
         record.evicted.add(index)
         if prompt:
             record.kept[index] = layer.store.entries
-
-
-def _in_rows(selection: Selection, ctx: LayerContext, due: tuple[bool, ...]) -> Selection:
-    """Return the selection in due rows; the others keep all real entries."""
-    real = selection.real()
-    indices = selection.indices
-    shape = ctx.keys.shape
-    real = (
-        torch.ones_like(indices)
-        if real is None
-        else (real[:, None] if real.ndim == 2 else real).expand_as(indices).long()
-    )
-    stays = torch.zeros(*indices.shape[:2], shape[2], dtype=torch.int64, device=indices.device)
-    stays = stays.scatter_add(2, indices, real) > 0
-    valid = torch.ones(1, 1, 1, dtype=torch.bool, device=stays.device) if ctx.valid is None else ctx.valid
-    whole = valid.expand(shape[0], shape[1], shape[2]).repeat_interleave(stays.shape[1] // shape[1], 1)
-    return pack_ragged(stays.where(torch.tensor(due, device=stays.device)[:, None, None], whole))
 
 
 def closed_up(store: LayerMemory, room: int) -> LayerMemory:

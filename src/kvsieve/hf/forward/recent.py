@@ -86,6 +86,7 @@ def aligned(ctx: LayerContext) -> tuple[LayerContext, Tensor | None]:
         valid=real,
         protected=None if ctx.protected is None else ctx.protected.gather(2, wide) & real,
         quotas=None if quotas is None else Quotas(quotas.segment.gather(2, wide).masked_fill(~real, 0), quotas.counts),
+        log_weight=None if ctx.log_weight is None else ctx.log_weight.gather(2, wide).masked_fill(~real, 0),
     ), slots
 
 

@@ -170,6 +170,7 @@ class Session(PassState):
             hidden=None if self.hidden is None else self.hidden.detach(),
             output=None if self.hidden is None else out.detach(),
             ids=None if self.ids is None else self.ids[:, : self.end],
+            log_weight=store.log_weight,
         )
 
     def _reduce(self, index: int, layer: SieveLayer, asked: AttentionQueries, out: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvsieve.attention import AttentionRequest, ChosenBlocks, DenseEntries, LatentQueries, Latents, attend, explain
-from kvsieve.attention.dense import real_entries
+from kvsieve.attention.slices import real_entries
 from kvsieve.cache import LayerMemory
 from kvsieve.core.blocks import BlockGrid, PromptContext
 from kvsieve.core.checks import tell
@@ -56,7 +56,9 @@ def attend_stored(
     if role is None or not turn.acts or step.phase != "prefill":
         return _densely(record, where[0], asked, store)
     length = store.size if store.valid is None else max(store.lengths)
-    if not role.acts_in(*where) or length < role.least or new < role.queries:
+    # The role knows no weights, which later turns may meet.
+    few = length < role.least or new < role.queries or store.log_weight is not None
+    if few or not role.acts_in(*where):
         _count(record, None, BlockGrid(new, length, role.queries, role.block), asked.query)
         return _densely(record, where[0], asked, store)
     query = asked.query
@@ -85,7 +87,8 @@ def _densely(record: PromptBlocks, index: int, asked: AttentionQueries, store: L
     """Attend to all entries of a layer."""
     request: AttentionRequest[Any, None]
     if not isinstance(asked, LatentQueries):
-        request = AttentionRequest(asked, DenseEntries(store.keys, store.values, store.valid))
+        stored = DenseEntries(store.keys, store.values, store.valid, log_weight=store.log_weight)
+        request = AttentionRequest(asked, stored)
     elif store.size == asked.keys.shape[2]:
         # Nothing was stored before: the model has expanded all entries.
         request = AttentionRequest(asked, DenseEntries(asked.keys, asked.values, store.valid))

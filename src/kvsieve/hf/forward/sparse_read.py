@@ -91,8 +91,9 @@ def stored_entries(store: LayerMemory) -> DenseEntries | FlatEntries | EncodedEn
         return EncodedEntries(cast(PackedStore, store))
     if store.is_ragged:
         ragged = cast(RaggedStore, store)
-        return FlatEntries(*ragged.flat, used=store.size, padded=ragged.hides_newest)
-    return DenseEntries(store.keys, store.values, store.valid)
+        weights = ragged.flat_log_weight
+        return FlatEntries(*ragged.flat, used=store.size, padded=ragged.hides_newest, log_weight=weights)
+    return DenseEntries(store.keys, store.values, store.valid, log_weight=store.log_weight)
 
 
 def count(reading: Reading, store: LayerMemory, reads: Reads, later: int = 0) -> None:

@@ -33,6 +33,6 @@ def attend_window(
 def attend_stored_window(layer: WindowLayer, asked: AttentionQueries) -> Tensor:
     """Attend with the last stored tokens within their window."""
     store = layer.store
-    stored = DenseEntries(store.keys, store.values, store.valid)
+    stored = DenseEntries(store.keys, store.values, store.valid, log_weight=store.log_weight)
     sees = Near(layer.window, store.index[:, 0])
     return attend(AttentionRequest(asked, stored, sees))

@@ -18,7 +18,7 @@ from kvsieve.planning.quantities import format_bytes
 from kvsieve.planning.roles import Codec, byte_budgets, with_entries
 from kvsieve.planning.unset import SettledParameters
 
-_INDEX_BYTES = _WIDE_BYTES = 4
+_INDEX_BYTES = _WIDE_BYTES = _WEIGHT_BYTES = 4
 # Layers of the models seen so far, by their configurations.
 _SHAPES: dict[str, tuple[LayerShape, ...]] = {}
 
@@ -136,6 +136,8 @@ def layer_bytes(
     if plan.codec is not None:
         codec_bytes = encoded_bytes(plan.codec, shape, entries, element_bytes, most=most, aside=aside)
         return round(codec_bytes + (entries + aside) * heads * _INDEX_BYTES + aside_bytes(plan, shape, aside)) + fixed
+    if evict is not None and evict.traits.writes:
+        entry += heads * _WEIGHT_BYTES
     stored = heads if evict is None else evict.stored_heads(heads, shape.query_heads)
     entry = entry * stored // heads
     if evict is not None and evict.traits.ragged:

@@ -83,6 +83,8 @@ def _why_not_latent(model: Any, plan: Plan, layers: list[int]) -> str | None:
     for need in () if plan.evict is None else plan.evict.traits.needs:
         if need in needs:
             return f"{subject} and the plan needs {needs[need]}; use another method"
+    if plan.evict is not None and plan.evict.traits.writes:
+        return f"{subject} and {type(plan.evict).__name__} writes the keys and values of heads; use another method"
     rank = text_config(model).kv_lora_rank
     modules = list(layers_of(decoder_of(model)) or ())
     for index in layers:

@@ -12,6 +12,7 @@ typedef struct {
     const void *query;         // [batch, heads, groups, fresh, dim]
     const void *keys, *values; // entry t of a head: b * row + h * head + t, of dim numbers
     const void *seen;          // of a head's entry t: b * seen_row + h * seen_head + t; null: all are seen
+    float *weights;            // logarithms of the entries' weights, where the keys are; null: all weigh 1
     void *out;                 // [batch, heads, groups, fresh, dim]
     int64_t batch, heads, groups, dim, size, row, head;
     int64_t item, seen_row, seen_head; // item: bytes of a mark; one byte is true, two or four are 0 where seen
@@ -78,6 +79,9 @@ INLINE void one_head(const Token *job, int64_t b, int64_t h, int groups, int dim
                 logits[g * BLOCK + i] = product;
             }
         }
+        if (job->weights)
+            for (int i = 0; i < n; i++)
+                for (int g = 0; g < groups; g++) logits[g * BLOCK + i] += job->weights[first + found[i]];
         for (int g = 0; g < groups; g++) weigh(logits + g * BLOCK, n, most + g, sum + g, acc + g * dim, dim);
         for (int i = 0; i < n; i++) {
             loaded(job->values, (first + found[i]) * dim, half, dim, x);
@@ -119,6 +123,8 @@ INLINE void some_of_head(const Token *job, int64_t b, int64_t h, int first, int 
                 for (int j = 0; j < dim; j++) product += q[j] * key[j];
                 s[i] = product;
             }
+            if (job->weights)
+                for (int i = 0; i < seen; i++) s[i] += job->weights[start + found[i]];
             if (seen) weigh(s, seen, most + r, sum + r, acc + r * dim, dim);
         }
         for (int i = 0; i < n; i++) loaded(job->values, (start + found[i]) * dim, half, dim, x + i * dim);
@@ -230,6 +236,7 @@ static void add_entry(const Stored *stored, const char *key, const char *value, 
             memcpy((char *)job->keys + to * bytes, key + from, (size_t)bytes);
             memcpy((char *)job->values + to * bytes, value + from, (size_t)bytes);
             stored->index[to] = (int32_t)index;
+            if (job->weights) job->weights[to] = 0;
         }
     if (job->seen) mark(stored);
 }

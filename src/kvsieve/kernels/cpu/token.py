@@ -21,7 +21,7 @@ class TokenFields(Structure):
     """The job of token.c."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("query", "keys", "values", "seen", "out")),
+        *((name, c_void_p) for name in ("query", "keys", "values", "seen", "weights", "out")),
         *((name, c_int64) for name in ("batch", "heads", "groups", "dim", "size", "row", "head")),
         *((name, c_int64) for name in ("item", "seen_row", "seen_head", "newest", "half", "fresh", "apart")),
         ("scale", c_float),
@@ -32,12 +32,12 @@ def built() -> Library:
     return library("token")
 
 
-def why_not(query: Tensor, keys: Tensor, values: Tensor, rows: int) -> str | None:
+def why_not(query: Tensor, keys: Tensor, values: Tensor, rows: int, log_weight: Tensor | None = None) -> str | None:
     """Return the reason why the kernel does not compute this, or not fast; None if it does.
 
     It does on a CPU, in one dtype of _DTYPES, without gradients, if entries are adjacent in memory.
 
-    rows: KV rows; each runs on one thread.
+    rows: KV rows; each runs on one thread. log_weight: float32, of the slots of `keys`; None for none.
     """
     dtype = query.dtype
     if not (query.is_cpu and dtype in _DTYPES and keys.dtype == dtype and values.dtype == dtype):
@@ -50,11 +50,19 @@ def why_not(query: Tensor, keys: Tensor, values: Tensor, rows: int) -> str | Non
         return "there are fewer KV rows than threads"
     apart = keys.stride()
     beside = apart == values.stride() and apart[-1] == 1 and apart[-2] == keys.shape[-1] == values.shape[-1]
+    if beside and log_weight is not None:
+        beside = log_weight.stride() == tuple(step // keys.shape[-1] for step in apart[:-1])
     return None if beside else "entries do not stand side by side"
 
 
 def token_attention(
-    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, valid: Tensor | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    valid: Tensor | None = None,
+    log_weight: Tensor | None = None,
 ) -> Tensor:
     """Attention of one token over the newest entry and all valid ones.
 
@@ -64,6 +72,7 @@ def token_attention(
         values: [B, H, N, D], in buffers of the same size.
         scale: factor of the query-key products.
         valid: bool [B, H or 1, N], False for padding; None if there is none.
+        log_weight: float32 [B, H, N], in a buffer with the slots of `keys`, added to the logits; None for nothing.
 
     Returns:
         [B, Hq, 1, D].
@@ -73,11 +82,19 @@ def token_attention(
     if valid is not None:
         fields.item, fields.seen, fields.seen_row = 1, valid.data_ptr(), valid.stride(0)
         fields.seen_head = valid.stride(1) if valid.shape[1] > 1 else 0
+    fields.weights = None if log_weight is None else log_weight.data_ptr()
     return _run(fields, query, keys, values, (batch, heads, size), scale)
 
 
 def ragged_token_attention(
-    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, scale: float, used: int | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    *,
+    scale: float,
+    used: int | None = None,
+    log_weight: Tensor | None = None,
 ) -> Tensor:
     """Attention of the last tokens over each head's entries of a flat buffer.
 
@@ -88,6 +105,7 @@ def ragged_token_attention(
         bias: [B, H, T] in the keys' dtype, 0 for a head's own entries.
         scale: factor of the query-key products.
         used: slots in use; the last L * H are those of the L tokens. None for T, if L is 1.
+        log_weight: float32 [B, T], in a buffer with the slots of `keys`, added to the logits; None for nothing.
 
     Returns:
         [B, Hq, L, D]; 0 where a query sees nothing.
@@ -95,6 +113,7 @@ def ragged_token_attention(
     batch, heads, slots = bias.shape
     fields = TokenFields(row=keys.stride(0) // keys.shape[2], item=bias.element_size(), seen=bias.data_ptr())
     fields.seen_row, fields.seen_head, fields.apart = bias.stride(0), bias.stride(1), heads
+    fields.weights = None if log_weight is None else log_weight.data_ptr()
     return _run(fields, query, keys, values, (batch, heads, slots if used is None else used), scale)
 
 

@@ -87,14 +87,14 @@ class TokenEntries:
 
         Args:
             number: of the layer.
-            tensors: buffers of keys [B, H, N, D] or [B, N, D], of values, of token indices, and for the former keys the
-                mask of real entries, bool [B, H or 1, N], or None; for the latter each head's bias [B, H, N].
+            tensors: buffers of keys [B, H, N, D] or [B, N, D], of values, of token indices; for the former keys the
+                mask of real entries, bool [B, H or 1, N], or None, for the latter each head's bias [B, H, N]; and of
+                the logarithms of weights, or None.
             size: slots in use; there is room for the token.
         """
-        keys, values, index, marks = tensors[:4]
+        keys, values, index, marks, weights = tensors[:5]
         assert keys is not None and values is not None and index is not None
-        used = (keys, values, index) if marks is None else (keys, values, index, marks)
-        if not all(map(Tensor.is_contiguous, used)):
+        if not all(part is None or part.is_contiguous() for part in tensors[:5]):
             return 0
         job = self._jobs[number]
         fields = self._stored[number]
@@ -123,6 +123,7 @@ class TokenEntries:
             job.item = marks.element_size()
             job.seen_row = marked * slots
             job.seen_head = slots if marked > 1 else 0
+        job.weights = None if weights is None else weights.data_ptr()
         job.keys = keys.data_ptr()
         job.values = values.data_ptr()
         fields.index = index.data_ptr()

@@ -39,6 +39,8 @@ def check_together(
             f"{type(evict).__name__} stores entries for each query head, and {type(encodes).__name__} encodes "
             f"those of KV heads; leave per_query_head out, or {'codec=' if codec is not None else 'rest='}"
         )
+    if evict is not None and evict.traits.writes:
+        _check_writes(evict, encodes)
     shortens = evict if isinstance(evict, ChunkedEvictor) else propagate
     if read is not None and shortens is not None and (shortens is evict or (propagate and propagate.two_pass)):
         raise PlanError(
@@ -68,6 +70,19 @@ def _check_shared(read: Reader, evict: Evictor) -> None:
             f"{type(evict).__name__} {reason}: layers cannot share what {type(read).__name__} chooses; leave share= "
             "out, or take an evictor that acts at the end of prompts and keeps as many entries in all heads"
         )
+
+
+def _check_writes(evict: Evictor, encodes: Codec | None) -> None:
+    """Raise PlanError unless keys, values and weights that an evictor writes can be stored."""
+    reason = None
+    if encodes is not None:
+        reason = f"{type(encodes).__name__} encodes the entries of tokens; leave codec= and rest= out"
+    elif evict.traits.is_view:
+        reason = "a view changes no entries; use it without the view"
+    elif isinstance(evict, ChunkedEvictor):
+        reason = "entries that move to other positions with every chunk cannot be written; use another base"
+    if reason is not None:
+        raise PlanError(f"{type(evict).__name__} writes keys, values or weights of entries, and {reason}")
 
 
 def _check_prefill(prefill: SparsePrefill | None, evict: Evictor | None) -> None:
