@@ -27,6 +27,7 @@ MORE = {
     "cake": (ONCE, 2),
     "corm": (ONCE, 1),
     "criticaladakv": (ONCE + 1, 1),
+    "d2o": (ONCE, 2),
     "dynamickv": (ONCE, 3),
     "fastgen": (ONCE, 1),
     "flashprefill": (CHECKS + 2, 1),

@@ -43,6 +43,7 @@ TYPES = {
     "codec": "Codec | str | None",
     "rest": "Codec | str | None",
     "prefill": "SparsePrefill | str | None",
+    "merge": "str | None",
     "budget": "Budget | str | float",
     "profile": "Profile | str | None",
     "paper": "bool",
@@ -70,7 +71,7 @@ def overloads() -> Iterator[str]:
     """Yield a signature of `plan` per method, and one for names with parameters behind them."""
     for name in list_methods():
         info = method_info(name)
-        shared = ("codec", "rest", "prefill")
+        shared = ("codec", "rest", "prefill", "merge")
         own = [each for each in info.parameters if each not in shared]
         lines = [f"    {each}: {annotation(info, each)} = ...," for each in (*own, *shared)]
         yield "\n".join(

@@ -5,6 +5,7 @@ from kvsieve.methods import (
     adakv,
     asl,
     cake,
+    cam,
     capkv,
     chunkkv,
     claa,
@@ -17,6 +18,7 @@ from kvsieve.methods import (
     criticalkv,
     critiprefill,
     curdkv,
+    d2o,
     duoattention,
     dynamickv,
     entropy_chunkkv,
@@ -42,10 +44,12 @@ from kvsieve.methods import (
     knorm,
     kvcompose,
     kvcrush,
+    kvmerger,
     kvzip,
     lagkv,
     loki,
     lookahead,
+    merged,
     minference,
     mixed,
     morphkv,
@@ -77,6 +81,7 @@ from kvsieve.methods import (
     vase,
     windowkv,
     xattention,
+    zeromerge,
     zigzagkv,
 )
 from kvsieve.methods.a_shape import AShape
@@ -84,6 +89,7 @@ from kvsieve.methods.adakv import AdaKV, GroupedSnapKV
 from kvsieve.methods.asl import AdaptiveTSP
 from kvsieve.methods.base import ScoredEvictor
 from kvsieve.methods.cake import CAKE, CakeScores
+from kvsieve.methods.cam import CaM
 from kvsieve.methods.capkv import CapKV
 from kvsieve.methods.chunkkv import ChunkKV
 from kvsieve.methods.claa import CrossLayerTSP
@@ -95,6 +101,7 @@ from kvsieve.methods.corm import CORM
 from kvsieve.methods.criticalkv import CriticalKV
 from kvsieve.methods.critiprefill import CritiPrefill
 from kvsieve.methods.curdkv import CurDKV
+from kvsieve.methods.d2o import D2O
 from kvsieve.methods.duoattention import DuoAttention
 from kvsieve.methods.dynamickv import DynamicKV
 from kvsieve.methods.entropy_chunkkv import EntropyChunkKV
@@ -119,10 +126,12 @@ from kvsieve.methods.kivi import KIVI
 from kvsieve.methods.knorm import KNorm
 from kvsieve.methods.kvcompose import KVCompose
 from kvsieve.methods.kvcrush import KVCrush
+from kvsieve.methods.kvmerger import KVMerger
 from kvsieve.methods.kvzip import KVzip
 from kvsieve.methods.lagkv import LagKV
 from kvsieve.methods.loki import Loki
 from kvsieve.methods.lookahead import Lookahead
+from kvsieve.methods.merged import MeanMerge
 from kvsieve.methods.minference import MInference
 from kvsieve.methods.morphkv import MorphKV
 from kvsieve.methods.obcache import OBCache
@@ -153,11 +162,13 @@ from kvsieve.methods.tova import TOVA
 from kvsieve.methods.vase import VaSE
 from kvsieve.methods.windowkv import WindowKV
 from kvsieve.methods.xattention import XAttention
+from kvsieve.methods.zeromerge import ZeroMerge
 from kvsieve.methods.zigzagkv import ZigZagKV
 
 __all__ = [
     "CAKE",
     "CORM",
+    "D2O",
     "FP8",
     "H2O",
     "HQQ",
@@ -169,6 +180,7 @@ __all__ = [
     "AShape",
     "AdaKV",
     "AdaptiveTSP",
+    "CaM",
     "CakeScores",
     "CapKV",
     "ChunkKV",
@@ -196,6 +208,7 @@ __all__ = [
     "KNorm",
     "KVCompose",
     "KVCrush",
+    "KVMerger",
     "KVzip",
     "Kascade",
     "KeyDiff",
@@ -203,6 +216,7 @@ __all__ = [
     "Loki",
     "Lookahead",
     "MInference",
+    "MeanMerge",
     "MorphKV",
     "OBCache",
     "OmniKV",
@@ -232,11 +246,13 @@ __all__ = [
     "VaSE",
     "WindowKV",
     "XAttention",
+    "ZeroMerge",
     "ZigZagKV",
     "a_shape",
     "adakv",
     "asl",
     "cake",
+    "cam",
     "capkv",
     "chunkkv",
     "claa",
@@ -249,6 +265,7 @@ __all__ = [
     "criticalkv",
     "critiprefill",
     "curdkv",
+    "d2o",
     "duoattention",
     "dynamickv",
     "entropy_chunkkv",
@@ -274,10 +291,12 @@ __all__ = [
     "knorm",
     "kvcompose",
     "kvcrush",
+    "kvmerger",
     "kvzip",
     "lagkv",
     "loki",
     "lookahead",
+    "merged",
     "minference",
     "mixed",
     "morphkv",
@@ -309,5 +328,6 @@ __all__ = [
     "vase",
     "windowkv",
     "xattention",
+    "zeromerge",
     "zigzagkv",
 ]

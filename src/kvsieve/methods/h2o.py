@@ -27,6 +27,11 @@ _BLOCK = 256
 
 def received_mass(ctx: LayerContext) -> Tensor:
     """Return the mass that each entry received from this pass's queries, [B, H, N], group mean, causal."""
+    return group_mean(query_head_mass(ctx), ctx.keys.shape[1])
+
+
+def query_head_mass(ctx: LayerContext) -> Tensor:
+    """Return the mass that each entry received from each query head of this pass, [B, Hq, N], causal."""
     length = ctx.keys.shape[2]
     new = ctx.query.shape[2]
     total: Tensor | None = None
@@ -37,7 +42,7 @@ def received_mass(ctx: LayerContext) -> Tensor:
             total = mass.new_zeros(*mass.shape[:2], length)
         total[..., : mass.shape[-1]] += mass
     assert total is not None
-    return group_mean(total, ctx.keys.shape[1])
+    return total
 
 
 def moved(mass: Tensor, index: Tensor, to: Tensor) -> Tensor:
@@ -55,6 +60,44 @@ def moved(mass: Tensor, index: Tensor, to: Tensor) -> Tensor:
     place = torch.searchsorted(known, to.contiguous()).clamp_max(known.shape[-1] - 1)
     same = (known.gather(-1, place) == to) & (to >= 0)
     return mass.gather(-1, order.gather(-1, place)).masked_fill(~same, 0)
+
+
+def add_mass(ctx: LayerContext, mass: Tensor, name: str = "mass", decay: Tensor | None = None) -> None:
+    """Add this pass's mass to the layer's ``ctx.state[name]``, with the entries' tokens in its index.
+
+    Args:
+        ctx: the layer.
+        mass: [B, H, N] or [B, Hq, N], which is changed.
+        name: of the mass in the state; its tokens are in "index" for "mass", else in ``name + "_index"``.
+        decay: [B, 1, 1], factor of the mass so far. Default None: 1.
+    """
+    before = ctx.state.get(name)
+    index = _tokens(ctx, mass.shape[1])
+    if before is not None:
+        known = ctx.state[_index_of(name)]
+        if not torch.equal(known, index[..., : known.shape[-1]]):
+            before = moved(before, known, index)
+        mass[..., : before.shape[-1]] += before if decay is None else before * decay
+    ctx.state[name], ctx.state[_index_of(name)] = mass, index.clone()
+
+
+def mass_now(ctx: LayerContext, name: str = "mass") -> Tensor:
+    """Return the mass that `add_mass` stored, for the entries of this context, in its shape."""
+    mass = ctx.state[name]
+    known = ctx.state[_index_of(name)]
+    index = _tokens(ctx, mass.shape[1])
+    # Other devices would wait for the comparison.
+    return mass if mass.device.type == "cpu" and torch.equal(known, index) else moved(mass, known, index)
+
+
+def _tokens(ctx: LayerContext, heads: int) -> Tensor:
+    """Return the token of each entry, int32 [B, heads, N], -1 for padding and filler."""
+    index = ctx.index if ctx.valid is None else ctx.index.masked_fill(~ctx.valid, -1)
+    return index.repeat_interleave(heads // index.shape[1], 1)
+
+
+def _index_of(name: str) -> str:
+    return "index" if name == "mass" else f"{name}_index"
 
 
 @register_method(
@@ -117,14 +160,5 @@ class H2O(ScoredEvictor, heads="own", query_aware=True):
         return selection
 
     def observe(self, ctx: LayerContext) -> None:
-        if skips(self.skip_layers, ctx):
-            return
-        mass = received_mass(ctx)
-        before = ctx.state.get("mass")
-        index = ctx.index if ctx.valid is None else ctx.index.masked_fill(~ctx.valid, -1)
-        if before is not None:
-            known = ctx.state["index"]
-            if not torch.equal(known, index[..., : known.shape[-1]]):
-                before = moved(before, known, index)
-            mass[..., : before.shape[-1]] += before
-        ctx.state["mass"], ctx.state["index"] = mass, index.clone()
+        if not skips(self.skip_layers, ctx):
+            add_mass(ctx, received_mass(ctx))

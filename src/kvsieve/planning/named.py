@@ -13,7 +13,7 @@ from kvsieve.planning.budget import Budget, has_floor, without_floor
 from kvsieve.planning.plans import ROLES, Plan
 from kvsieve.planning.registry import MethodInfo, check_parameters, list_methods, method_info
 from kvsieve.planning.roles import Codec, DelegatingEvictor, Evictor, SparsePrefill, budgets_of
-from kvsieve.planning.settled import as_in_paper, plan_of
+from kvsieve.planning.settled import as_in_paper, plan_of, with_merge
 from kvsieve.planning.specs import split_specs
 from kvsieve.planning.suggestions import role_error
 from kvsieve.planning.unset import Unset
@@ -29,6 +29,7 @@ def plan(
     codec: Codec | str | None = None,
     rest: Codec | str | None = None,
     prefill: SparsePrefill | str | None = None,
+    merge: str | None = None,
     **parameters: Any,
 ) -> Plan:
     """Make the Plan of a named method: ``plan("fastkv", budget="20%", tsp_layer=14)``, ``plan("fastkv:budget=20%")``.
@@ -43,6 +44,8 @@ def plan(
     - rest: quantizes entries that the method would evict, instead of dropping them: a codec, or "2bit", "3bit" or
       "4bit".
     - prefill: sparse attention of prompts: a SparsePrefill, or one as text, ``prefill="xattention:threshold=0.9"``.
+    - merge: merges entries that the method would drop into those that it keeps: "mean", "d2o", "kvmerger", "zeromerge"
+      or "cam", with parameters as in ``merge="mean:weights=true"``.
     - paper: True for the paper's parameters (kvsieve.planning.defaults.PAPER). Otherwise parameters that are not given
       are filled in when the plan is attached (Plan.for_model).
     - profile: a Profile, its file or the name of a shipped one, with parameters.
@@ -50,11 +53,10 @@ def plan(
     Raises PlanError, with a suggestion, for an unknown method, parameter or bad value, and for a profile that cannot be
     read or has nothing for the method.
     """
-    roles = {
-        role: value for role, value in (("codec", codec), ("rest", rest), ("prefill", prefill)) if value is not None
-    }
-    method, parameters = _split(method, {**parameters, **roles})
-    codec, rest, prefill = (parameters.pop(role, None) for role in ("codec", "rest", "prefill"))
+    options = {"codec": codec, "rest": rest, "prefill": prefill, "merge": merge}
+    given = {name: value for name, value in options.items() if value is not None}
+    method, parameters = _split(method, {**parameters, **given})
+    codec, rest, prefill, merge = (parameters.pop(name, None) for name in options)
     info = method_info(method)
     check_parameters(info, parameters)
     values = dict(parameters)
@@ -67,7 +69,9 @@ def plan(
     result = _as_in_paper(info, values) if paper else plan_of(info, values)
     _check_floor(result, parameters.get("floor") or 0)
     if info.adapts and not paper and values.pop("profile", None) is None:
-        result = dataclasses.replace(result, unset=Unset(info.name, values))
+        unset = Unset(info.name, values if merge is None else {**values, "merge": merge})
+        result = dataclasses.replace(result, unset=unset)
+    result = with_merge(result, merge)
     parts: tuple[tuple[str, Any, Callable[[Any], Any], str], ...] = (
         ("codec", codec, codec_of, "is a codec itself"),
         ("rest", rest, rest_of, "keeps the rest itself"),

@@ -10,6 +10,7 @@ from typing import Any
 from kvsieve.errors import PlanError
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.defaults import PAPER, digits_per_token, paper_model, published
+from kvsieve.planning.loading import PROVIDED
 from kvsieve.planning.parameters import inherited_fields
 from kvsieve.planning.plans import ROLES, Plan
 from kvsieve.planning.profiles import Fingerprint, Profile, load_profile, profiles_of
@@ -34,9 +35,10 @@ def settled(plan: Plan, model: Any, tokenizer: Any) -> Plan:
         return plan
     shape = model if isinstance(model, Fingerprint) else Fingerprint.of(model)
     info = method_info(unset.method)
-    arguments = unset.given
-    before = plan_of(info, arguments)
-    after = _on_model(info, arguments, shape, digits_per_token(tokenizer))
+    arguments = {name: value for name, value in unset.given.items() if name != "merge"}
+    rule = unset.given.get("merge")
+    before = with_merge(plan_of(info, arguments), rule)
+    after = with_merge(_on_model(info, arguments, shape, digits_per_token(tokenizer)), rule)
     changes = {role: vars(plan)[role] for role in ROLES if vars(plan)[role] != vars(before)[role]}
     parts = [part for source in (plan, after) if source.filled is not None for part in source.filled.parts]
     filled = SettledParameters(tuple(parts)) if parts else None
@@ -62,6 +64,13 @@ def plan_of(info: MethodInfo, arguments: Mapping[str, Any]) -> Plan:
     if floor is not None:
         plan = dataclasses.replace(plan, **{role: with_floor(vars(plan)[role], floor) for role in plan.roles})
     return dataclasses.replace(plan, name=info.name, profile=profile.fingerprint if profile else plan.profile)
+
+
+def with_merge(plan: Plan, rule: str | None) -> Plan:
+    """Return a plan that merges the entries its evictor drops, by a rule as text; unchanged for None."""
+    if rule is None:
+        return plan
+    return dataclasses.replace(plan, evict=PROVIDED["merge"](plan.name, plan.evict, rule))
 
 
 def settled_role(role: Role, model: Any, tokenizer: Any = None) -> Plan:
