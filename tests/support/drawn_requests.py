@@ -80,6 +80,9 @@ class Draw:
         stored, sees = getattr(self, self.kind)()
         if isinstance(stored, (DenseEntries, FlatEntries)):
             stored.log_weight = self.weights(stored.keys.shape[:-1])
+            valid = getattr(stored, "valid", None)
+            if stored.log_weight is not None and valid is not None:
+                stored.log_weight.masked_fill_(~valid, 0)
         return AttentionRequest(asked, stored, sees)
 
     def weights(self, shape):

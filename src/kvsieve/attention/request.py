@@ -38,7 +38,7 @@ class DenseEntries:
         valid: bool [B, H or 1, N], False for padding, visible only to its own query; None when all are real.
         length: how many of the N there are, known on the device only, in a recorded pass; None: all.
         foreseen: facts of this machine that a pass asks before it is compiled; None: not asked yet.
-        log_weight: float32 [B, H, N], added to the logits of entries, after a cap; None: all weigh 1.
+        log_weight: float32 [B, H, N], added to the logits of entries, after a cap; 0 for padding. None: all weigh 1.
     """
 
     keys: Tensor
