@@ -10,7 +10,7 @@ import torch
 import kvsieve
 from kvsieve.errors import PlanError
 from kvsieve.methods import KVzip
-from kvsieve.methods.kvzip import repeat_requests
+from kvsieve.methods.repeating import repeat_requests
 from layers import context
 from spying import seen_by_attention, softmax_rows
 from tiny import padded_prompt

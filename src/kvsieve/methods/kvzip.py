@@ -17,24 +17,21 @@ head and slot; each row of a batch has chunks of its own tokens; the end of a pr
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from kvsieve.core.queries import query_mass
 from kvsieve.core.selection import entries_at, pack_ragged, select_top, top_mask
-from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import apply_protection, check_int, first_real, hide_padding, parse_layers, skips
+from kvsieve.methods.repeating import RepeatingEvictor, side_by_side
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.registry import register_method
-from kvsieve.planning.roles import ProbePasses, ProbingEvictor, Traits
+from kvsieve.planning.roles import ProbePasses, Traits
 from kvsieve.types import LayerContext, Ranks, Selection
 
 # Tokens of the chunk before, fed before a chunk.
 _LEAD = 8
 _STATE = "kvzip"
-_REQUESTS = ("repeat_ids", "go_on_ids", "answer_ids")
 
 
 @register_method(
@@ -47,7 +44,7 @@ _REQUESTS = ("repeat_ids", "go_on_ids", "answer_ids")
     budget="30%",
 )
 @dataclass(frozen=True, kw_only=True)
-class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_aware=False):
+class KVzip(RepeatingEvictor, heads="all", ragged=True, takes_quotas=True, query_aware=False):
     """Keep the entries that the model needs to repeat its context.
 
     budget: entries per layer and KV head, including the prefix, on average over layers and heads unless ``uniform``.
@@ -63,9 +60,7 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
     prefix: int = 4
     chunk_length: int = 2048
     uniform: bool = False
-    repeat_ids: tuple[int, ...] | None = None
     go_on_ids: tuple[int, ...] | None = None
-    answer_ids: tuple[int, ...] | None = None
     skip_layers: int | tuple[int, ...] = 0
 
     @property
@@ -77,9 +72,7 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
         object.__setattr__(self, "budget", Budget.parse(self.budget))
         check_int(self, "prefix", self.prefix, 1)
         check_int(self, "chunk_length", self.chunk_length, 1)
-        for name in _REQUESTS:
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, _ids(name, getattr(self, name)))
+        super().__post_init__()
         object.__setattr__(self, "skip_layers", parse_layers(self, self.skip_layers))
         self.budget.refuse_fewer(self.minimum, "KVzip", f"the prefix of {self.prefix} and one more")
 
@@ -93,13 +86,8 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
         return longest + len(self.answer_ids or ()) + self.chunk_length
 
     @property
-    def lacks_tokenizer(self) -> bool:
-        return any(getattr(self, name) is None for name in _REQUESTS)
-
-    def for_tokenizer(self, tokenizer: Any) -> KVzip:
-        missing = [name for name in _REQUESTS if getattr(self, name) is None]
-        requests: dict[str, Any] = {**repeat_requests(tokenizer)} if missing else {}
-        return replace(self, **{name: requests[name] for name in missing})
+    def requests(self) -> dict[str, tuple[int, ...] | None]:
+        return {**super().requests, "go_on_ids": self.go_on_ids}
 
     @property
     def probe_identity(self) -> KVzip:
@@ -113,12 +101,7 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
         scores: dict[int, Tensor] = {}
         for start in range(0, int(numbers.max()) + 1, self.chunk_length):
             rows = [self.fed(ids[real], start) for ids, real in zip(passes.ids, passes.real, strict=True)]
-            size = max(map(len, rows))
-            ids = passes.ids.new_zeros(len(rows), size)
-            real = passes.real.new_zeros(len(rows), size)
-            # Filler comes last: between a row and the fed tokens, it would count as part of sliding windows.
-            for row, fed in enumerate(rows):
-                ids[row, : len(fed)], real[row, : len(fed)] = fed, True
+            ids, real = side_by_side(rows, passes)
             observe = functools.partial(self._score, scores, numbers, start)
             whole.branch().feed(ids, real, observe=observe)
         for index, layer in scores.items():
@@ -201,27 +184,3 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
             if not bool(own.all()):
                 chosen[index] = pack_ragged(own.to(scores.device))
         return chosen
-
-
-def repeat_requests(tokenizer: Any) -> dict[str, tuple[int, ...]]:
-    """Return KVzip's texts as token ids: ``plan("kvzip", **repeat_requests(tokenizer))``.
-
-    For a prompt that is an open user message, or plain text.
-    """
-    answer = ""
-    if getattr(tokenizer, "chat_template", None):
-        mark = "kvsieve-mark-of-the-message"
-        message = [{"role": "user", "content": mark}]
-        answer = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False).rpartition(mark)[2]
-    texts = {
-        "repeat_ids": "\n\nRepeat the previous context exactly.",
-        "go_on_ids": "\n\nRepeat the part of the previous context exactly, starting with",
-        "answer_ids": answer or "\n",
-    }
-    return {name: tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for name, text in texts.items()}
-
-
-def _ids(name: str, value: Any) -> tuple[int, ...]:
-    if isinstance(value, Sequence) and all(type(token) is int and token >= 0 for token in value):
-        return tuple(value)
-    raise PlanError(f"KVzip: {name} must be token ids such as (12, 7), got {value!r}; see repeat_requests")

@@ -31,6 +31,8 @@ class PassRequest:
         last_chunk: False for a leading chunk of a prompt, after which only the roles that act on every chunk act.
         on_layer: called in each layer, after its attention and before the plan acts, with all queries of the pass. Its
             result stays stored there; None keeps everything.
+        before_attention: as `on_layer`, but called before the attention of a prompt's pass, with its entries stored:
+            the pass attends to the result.
         on_leave: called with a layer's index and this pass's data that would wait there for a propagator that acts at
             the end of the prompt; for the layers named to `attached`.
         chunk: tokens of each of the leading chunks that the pass covers; None for a single chunk.
@@ -41,6 +43,7 @@ class PassRequest:
     phase: Literal["prefill", "decode"] | None = None
     last_chunk: bool = True
     on_layer: Callable[[LayerContext], Selection | None] | None = None
+    before_attention: Callable[[LayerContext], Selection | None] | None = None
     on_leave: Callable[[int, tuple[Tensor, ...]], None] | None = None
     chunk: int | None = None
     tentative: bool = False

@@ -26,7 +26,7 @@ from kvsieve.hf.forward.sparse_prompt import attend_stored
 from kvsieve.hf.forward.sparse_read import read_token
 from kvsieve.hf.forward.travel import Tokens, gather, joined
 from kvsieve.hf.forward.windows import attend_window
-from kvsieve.types import AttentionQueries, LayerContext
+from kvsieve.types import AttentionQueries, LayerContext, Selection
 
 
 @dataclass
@@ -77,8 +77,12 @@ class Session(PassState):
         else:
             store.append(key, value, tokens.token_index, tokens.valid, tokens.counts, room)
             with gathered(self.checks):
+                if self.request.before_attention is not None:
+                    self._keep(layer, self.request.before_attention(self._context(index, layer, asked)))
+                    store = layer.store
                 out = attend_stored(self.plan.prefill, self.cache.turn, step, where, asked, store, self.shared)
-        self.lend(index, layer, model_key, changes=reduces or self.request.on_layer is not None or codec is not None)
+        changes = reduces or codec is not None or self.request.on_layer is not None
+        self.lend(index, layer, model_key, changes=changes)
         self._show(index, layer, asked, out)
         if evictor is not None and self.when.steps is not None and evictor.window > 1 and step.is_last_chunk:
             decoding = step.phase == "decode"
@@ -133,13 +137,17 @@ class Session(PassState):
             return
         ctx = self._context(index, layer, asked, out)
         if on_layer is not None:
-            kept = on_layer(ctx)
-            if kept is not None:
-                layer.store = keep(layer.store, kept, self.cache.turn.room(self.end, kept.indices.shape[-1]))
+            self._keep(layer, on_layer(ctx))
         if observes and evictor is not None:
             evictor.observe(ctx)
 
-    def _context(self, index: int, layer: SieveLayer, asked: AttentionQueries, out: Tensor) -> LayerContext:
+    def _keep(self, layer: SieveLayer, kept: Selection | None) -> None:
+        if kept is not None:
+            layer.store = keep(layer.store, kept, self.cache.turn.room(self.end, kept.indices.shape[-1]))
+
+    def _context(
+        self, index: int, layer: SieveLayer, asked: AttentionQueries, out: Tensor | None = None
+    ) -> LayerContext:
         store = layer.store
         protected_tokens = self.cache.conversation.protected
         ranks = self.model.ranks
@@ -168,7 +176,7 @@ class Session(PassState):
             softcap=asked.softcap,
             sinks=asked.sinks,
             hidden=None if self.hidden is None else self.hidden.detach(),
-            output=None if self.hidden is None else out.detach(),
+            output=None if self.hidden is None or out is None else out.detach(),
             ids=None if self.ids is None else self.ids[:, : self.end],
             log_weight=store.log_weight,
         )

@@ -19,7 +19,7 @@ from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.model.context import context_of
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.plans import Plan
-from kvsieve.planning.roles import Evictor, Observe, ProbingEvictor
+from kvsieve.planning.roles import Compact, Evictor, Observe, ProbingEvictor
 
 
 class _CacheBranch:
@@ -38,15 +38,27 @@ class _CacheBranch:
         seen = self.cache.num_seen
         ids = self._passes.ids[:, seen:]
         real = self._passes.real[:, seen:]
-        return self._feed(ids, real, observe, evict, logits)
+        return self._feed(ids, real, observe, evict, None, logits)
 
     def feed(
-        self, ids: Tensor, real: Tensor | None = None, *, observe: Observe | None = None, logits: bool = False
+        self,
+        ids: Tensor,
+        real: Tensor | None = None,
+        *,
+        observe: Observe | None = None,
+        compact: Compact | None = None,
+        logits: bool = False,
     ) -> Tensor | None:
-        return self._feed(ids, real, observe, None, logits)
+        return self._feed(ids, real, observe, None, compact, logits)
 
     def _feed(
-        self, ids: Tensor, real: Tensor | None, observe: Observe | None, evict: Evictor | None, logits: bool
+        self,
+        ids: Tensor,
+        real: Tensor | None,
+        observe: Observe | None,
+        evict: Evictor | None,
+        compact: Compact | None,
+        logits: bool,
     ) -> Tensor | None:
         model = self._passes.model
         cache = self.cache
@@ -56,12 +68,13 @@ class _CacheBranch:
         if known is not None or real is not None:
             known = ids.new_ones(len(ids), cache.num_seen) if known is None else known.long()
             mask = torch.cat([known, torch.ones_like(ids) if real is None else real.to(known)], 1)
-        if evict is None:
-            cache.conversation.protected = None
+        chooses = evict is not None or compact is not None
+        cache.conversation.protected = self._passes.cache.conversation.protected if chooses else None
 
         # Every probe pass belongs to the prompt, and only its end evicts.
         plan = Plan(evict=evict, name=model.plan.name)
-        request = PassRequest(plan, "prefill", last_chunk=evict is not None, on_layer=observe)
+        last = evict is not None
+        request = PassRequest(plan, "prefill", last_chunk=last, on_layer=observe, before_attention=compact)
         result = model.feed(cache, ids, mask, request, logits=int(logits))
         return None if result.logits is None else result.logits[:, -1]
 

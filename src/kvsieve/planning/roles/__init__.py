@@ -11,7 +11,7 @@ from kvsieve.planning.roles.drafting import DraftPropagator, Loaded, draft_of
 from kvsieve.planning.roles.evictor import ChunkedEvictor, Evictor, Layers
 from kvsieve.planning.roles.paged import PageBudget, PagedReader
 from kvsieve.planning.roles.prefill import SparsePrefill
-from kvsieve.planning.roles.probing import Branch, Observe, ProbePasses, ProbingEvictor
+from kvsieve.planning.roles.probing import Branch, Compact, Observe, ProbePasses, ProbingEvictor
 from kvsieve.planning.roles.propagator import Propagator
 from kvsieve.planning.roles.reader import Reader
 from kvsieve.planning.roles.sizes import budgets_of, byte_budgets, floor_of, with_entries, with_floor
@@ -21,6 +21,7 @@ __all__ = [
     "Branch",
     "ChunkedEvictor",
     "Codec",
+    "Compact",
     "DelegatingEvictor",
     "DraftPropagator",
     "Evictor",

@@ -46,6 +46,8 @@ class Evictor(Role):
     @property
     def why_not_edited(self) -> str | None:
         """Return a clause why tokens of a conversation cannot be removed or moved under it, or None."""
+        if self.traits.writes:
+            return "its entries have what was computed from several tokens"
         return "it has counted attention to tokens as they stood" if self.when.observes else None
 
     def rhythm(self, prompt: int) -> tuple[int, int] | None:

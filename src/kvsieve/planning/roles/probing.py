@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvsieve.planning.roles.evictor import Evictor
-from kvsieve.types import LayerContext
+from kvsieve.types import LayerContext, Selection
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Observe = Callable[[LayerContext], None]
+Compact = Callable[[LayerContext], Selection | None]
 
 
 class Branch(Protocol):
@@ -25,7 +26,13 @@ class Branch(Protocol):
         ...
 
     def feed(
-        self, ids: Tensor, real: Tensor | None = None, *, observe: Observe | None = None, logits: bool = False
+        self,
+        ids: Tensor,
+        real: Tensor | None = None,
+        *,
+        observe: Observe | None = None,
+        compact: Compact | None = None,
+        logits: bool = False,
     ) -> Tensor | None:
         """Run a pass after the content of the branch.
 
@@ -33,6 +40,8 @@ class Branch(Protocol):
             ids: int64 [B, L].
             real: bool [B, L], False for padding; None without padding.
             observe: called per layer with its context; its last L entries are this pass's.
+            compact: called per layer, before its attention, with the same context. Its result, the pass's own entries
+                included, stays in the branch, and the pass attends to it; None keeps everything.
             logits: return the logits [B, V] after the last column, else None.
         """
         ...
