@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from kvsieve.errors import PlanError
 from kvsieve.methods import DuoAttention
 from kvsieve.planning.profiles import Fingerprint, Profile
 from layers import context
+from tiny import greedy, padded_prompt
 from tiny_models import build
 
 SCORES = ((0.9, 0.1), (0.2, 0.8), (0.3, 0.0))
@@ -90,3 +93,53 @@ def test_scores_of_another_model_are_refused():
     no_profile = "needs a profile with heads, and none of this model.*kvsieve calibrate MODEL --parts heads"
     with pytest.raises(PlanError, match=no_profile), kvsieve.attach(build("llama"), kvsieve.plan("duoattention")):
         pass
+
+
+def test_compensation_by_hand():
+    """A head of 20 keeps 8: 2 sinks, entry 14 for itself and the 12 before it, and the last 5."""
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 1, 2, 20, 4, dtype=torch.float64).unbind()
+    duo = DuoAttention(budget=10, heads=SCORES, sinks=2, recent=4, compensate=True)
+    plain, found = (
+        which.select(context(torch.zeros(1, 2, 20, 4), keys, values=values, num_layers=3), (10,))
+        for which in (replace(duo, compensate=False), duo)
+    )
+    assert columns(found) == columns(plain) and plain.keys is None
+    assert torch.equal(found.keys[0, 0], keys[0, 0]) and (found.log_weight[0, 0] == 0).all()
+    kept = [0, 1, *range(15, 20)]
+    for part, stored in ((found.keys, keys), (found.values, values)):
+        own = part[0, 1, -8:]
+        assert torch.equal(own[[0, 1, *range(3, 8)]], stored[0, 1, kept])
+        assert torch.allclose(own[2], stored[0, 1, 2:15].mean(0))
+    assert torch.allclose(found.log_weight[0, 1, -8:].exp(), torch.tensor([1.0, 1, 13, 1, 1, 1, 1, 1]))
+
+
+def test_a_later_compensation_includes_the_earlier_one():
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 1, 2, 12, 4, dtype=torch.float64).unbind()
+    weight = torch.ones(1, 2, 12)
+    weight[:, :, 2] = 9
+    ctx = replace(context(torch.zeros(1, 2, 12, 4), keys, values=values, num_layers=3), log_weight=weight.log())
+    found = DuoAttention(budget=8, heads=SCORES, sinks=2, recent=16, compensate=True).select(ctx, (8,))
+    # A fifth of 8 is 1 sink; slots 1 to 4 leave, and 5 includes them: 1 + 9 + 1 + 1 + 1.
+    assert columns(found) == [[0, *range(5, 12)]] * 2
+    share = torch.tensor([1, 9, 1, 1, 1], dtype=torch.float64)[:, None] / 13
+    assert torch.allclose(found.keys[:, :, 1], (keys[:, :, 1:6] * share).sum(2))
+    assert torch.allclose(found.values[:, :, 1], (values[:, :, 1:6] * share).sum(2))
+    assert torch.allclose(found.log_weight[:, :, 1].exp(), torch.tensor(13.0))
+
+
+def test_weights_of_a_head_add_up_to_the_tokens_of_each_row():
+    model = build("llama", dtype=torch.float64)
+    scores = ((0.9, 0.1), (0.2, 0.8), (0.3, 0.0), (0.5, 0.4))
+    plan = kvsieve.Plan(evict=DuoAttention(budget="50%", heads=scores, sinks=2, recent=4, compensate=True, every=2))
+    ids, mask = padded_prompt(40, 13, seed=0)
+    with kvsieve.attach(model, plan) as sieve:
+        both = sieve.generate(ids, mask, **greedy(max_new_tokens=6))
+        alone = sieve.generate(ids[1:, 13:], **greedy(max_new_tokens=6))
+    assert both.sequences[1, 13:].tolist() == alone.sequences[0].tolist()
+    assert max(both.stats.kv_entries) < 45
+    for layer in both.cache.layers:
+        weight = layer.store.log_weight.exp()
+        weight = weight if layer.store.valid is None else weight * layer.store.valid
+        assert torch.allclose(weight.sum(-1), torch.tensor([[45.0], [32.0]]).expand(2, 2))

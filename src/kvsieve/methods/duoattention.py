@@ -6,6 +6,10 @@ prompt. The budget sets the number of retrieval heads: the most that can keep ev
 sinks + recent; the rest of the total goes to the streaming heads' recent entries. With a budget below sinks + recent
 all heads stream, with at most a fifth of it as sinks (as in RocketKV's comparison).
 
+`compensate` is RazorAttention's compensation token (arXiv 2407.15891, equations 4 and 5): one entry of a streaming head
+has the mean key and the mean value of those that the head has dropped, and their number as its weight. It counts as an
+entry, and takes the place of the oldest recent one, which it includes.
+
 Differences from the reference: scores are measured, not trained with gates; the budget is met exactly instead of a
 share of heads; heads are not reordered, since storage is ragged; `every=n` rolls the streaming heads during decode; in
 later turns more heads may stream, but a streaming head never retrieves again.
@@ -14,9 +18,11 @@ later turns more heads may stream, but a streaming head never retrieves again.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from kvsieve.core.selection import pack_ragged, top_mask
+from kvsieve.core.scoring import score_dtype
+from kvsieve.core.selection import entries_at, pack_ragged, top_mask
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import ScoredEvictor, apply_protection, check_int, first_real, skipped, skips
@@ -25,6 +31,7 @@ from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.profiles import Heads, Profile, array_of, numbers
 from kvsieve.planning.registry import register_method
+from kvsieve.planning.roles import Traits
 from kvsieve.types import LayerContext, Selection
 
 
@@ -33,12 +40,17 @@ class DuoAttention(ScoredEvictor, heads="all", ragged=True, query_aware=False):
     """Keep everything in retrieval heads, sinks and recent entries in the others.
 
     heads: a score per layer and KV head, higher for retrieval heads. sinks, recent: least entries of streaming heads,
-    if the budget allows.
+    if the budget allows. compensate: streaming heads have an entry for those they dropped.
     """
 
     heads: Heads = field(repr=False)
     sinks: int = 128
     recent: int = 256
+    compensate: bool = False
+
+    @property
+    def traits(self) -> Traits:
+        return replace(self.TRAITS, writes=self.compensate)
 
     def __post_init__(self) -> None:
         check_int(self, "sinks", self.sinks, 0)
@@ -99,11 +111,15 @@ class DuoAttention(ScoredEvictor, heads="all", ragged=True, query_aware=False):
         scores, _ = apply_protection(ctx, scores, counts)
         if ctx.valid is None and ctx.protected is None and ctx.quotas is None:
             kept = torch.maximum(ctx.state["streaming"], torch.tensor(firsts)[:, None]).clamp(max=scores.shape[-1])
-            selection = pack_ragged(top_mask(scores, kept), kept.tolist())
+            mask = top_mask(scores, kept)
+            selection = pack_ragged(mask, kept.tolist())
         else:
             kept = torch.maximum(ctx.state["streaming"].to(scores.device), scores.isposinf().sum(-1))
             mask = top_mask(scores, kept)
-            selection = pack_ragged(mask if ctx.valid is None else mask & ctx.valid)
+            mask = mask if ctx.valid is None else mask & ctx.valid
+            selection = pack_ragged(mask)
+        if self.compensate:
+            selection = _compensated(ctx, scores, mask, selection)
         left = selection.lengths or (selection.indices.shape[-1],) * len(counts)
         ctx.state["lost"] += torch.tensor(ctx.stored) - torch.tensor(ctx.ranks.most(left))
         return selection
@@ -141,6 +157,27 @@ class DuoAttention(ScoredEvictor, heads="all", ragged=True, query_aware=False):
         return bool((retrieving < every).any())
 
 
+def _compensated(ctx: LayerContext, scores: Tensor, mask: Tensor, selection: Selection) -> Selection:
+    """Let the oldest recent entry of heads that drop some, and keep another recent one, stand for these, too.
+
+    scores: [B, H, N], +inf for entries that stay as they are. mask: bool, the kept ones, in `selection`.
+    """
+    drops = ~mask if ctx.valid is None else ~mask & ctx.valid
+    recent = mask & ~scores.isposinf()
+    merges = drops.any(-1, keepdim=True) & (recent.sum(-1, keepdim=True) > 1)
+    oldest = scores.masked_fill(~recent, float("inf")).argmin(-1, keepdim=True)
+    weight = torch.ones_like(scores) if ctx.log_weight is None else ctx.log_weight.exp()
+    weight = weight * drops.scatter(2, oldest, True)
+    total = weight.sum(-1, keepdim=True)
+    at = merges & (selection.indices == oldest)
+    written: dict[str, Any] = {}
+    for name, part in (("keys", ctx.keys), ("values", ctx.values)):
+        mean = (weight / total)[:, :, None].to(score_dtype(part.dtype)) @ part.to(score_dtype(part.dtype))
+        written[name] = mean.to(part.dtype).where(at[..., None], entries_at(part, selection.indices))
+    before = torch.zeros_like(scores) if ctx.log_weight is None else ctx.log_weight
+    return replace(selection, **written, log_weight=total.log().where(at, entries_at(before, selection.indices)))
+
+
 @register_method(
     "duoattention",
     title="DuoAttention",
@@ -154,7 +191,9 @@ def duoattention(
     profile: Profile | str | os.PathLike[str] | None = None,
     sinks: int = 128,
     recent: int = 256,
+    compensate: bool = False,
 ) -> Plan:
     """Keep all entries in retrieval heads, sinks and recent entries in the others; needs a model's profile."""
     heads, model = array_of("heads", "duoattention", profile)
-    return Plan(evict=DuoAttention(budget=Budget.parse(budget), heads=heads, sinks=sinks, recent=recent), profile=model)
+    own: dict[str, Any] = {"sinks": sinks, "recent": recent, "compensate": compensate}
+    return Plan(evict=DuoAttention(budget=Budget.parse(budget), heads=heads, **own), profile=model)
