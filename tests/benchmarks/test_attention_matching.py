@@ -1,43 +1,43 @@
-"""The trial of Attention Matching: what it solves, on small tensors."""
+"""The measurement of Attention Matching: what its settings are, and one context of a tiny model."""
 
 from __future__ import annotations
 
 import torch
 
-from benchmarks.answers.attention_matching import bounded_least_squares, compacted
-
-SCALE = 0.5
-
-
-def attended(query, keys, values, biases):
-    """Output [H, Q, D], and the logarithm of the mass [H, Q], of queries [1, H, Q, D] on entries [1, H, N, D]."""
-    logits = (query @ keys.transpose(2, 3) * SCALE)[0] + biases[:, None]
-    return logits.softmax(-1) @ values[0], logits.logsumexp(-1)
+import kvsieve
+from benchmarks.answers.attention_matching import Context, plan_of, table
+from tiny import tiny_model, tiny_prompt
+from toy_words import word_tokenizer
 
 
-def test_one_entry_stands_for_three_equal_ones():
-    torch.manual_seed(0)
-    keys, query = torch.randn(4, 8), torch.randn(50, 8)
-    probabilities = (query @ keys[[0, 1, 2, 3, 3, 3]].T * SCALE).softmax(-1).double()
-    weights = bounded_least_squares(probabilities[:, :4])
-    assert torch.allclose(weights, torch.tensor([1.0, 1, 1, 3], dtype=torch.float64), atol=1e-3)
+def test_settings_are_steps_of_the_method_or_methods():
+    tokenizer = word_tokenizer()
+    steps = {name: plan_of(f"{name}@5%", tokenizer).evict for name in ("keys", "biases", "matching", "off-policy")}
+    assert [(one.biases, one.values, one.on_policy) for one in steps.values()] == [
+        (False, False, True),
+        (True, False, True),
+        (True, True, True),
+        (True, True, False),
+    ]
+    assert plan_of("kvzip@25%", tokenizer).evict.budget.ratio == 0.25
 
 
-def test_values_are_fitted_to_the_output():
-    torch.manual_seed(1)
-    keys, values, query = torch.randn(1, 2, 40, 8), torch.randn(1, 2, 40, 8), torch.randn(1, 4, 300, 8)
-    none = torch.zeros(2, 40)
-    errors = {}
-    for steps in ("keys", "biases", "matching"):
-        (few_keys, few_values), biases = compacted(query, keys, values, SCALE, 10, steps)
-        queries = query[0].unflatten(0, (2, 2)).flatten(1, 2)[None]
-        few, mass = attended(queries, few_keys, few_values, biases)
-        whole, whole_mass = attended(queries, keys, values, none)
-        errors[steps] = (few - whole).square().mean().item(), (mass - whole_mass).square().mean().item()
-    assert errors["matching"][0] < 0.7 * errors["keys"][0] and errors["biases"][1] < 0.2 * errors["keys"][1]
+def test_a_context_answers_several_questions_with_fewer_entries():
+    model, ids = tiny_model(), tiny_prompt(1, 60)
+    full, few = (
+        Context(model, plan, ids[:, :50]) for plan in (kvsieve.plan("full"), plan_of("matching@20%", word_tokenizer()))
+    )
+    assert [layer.store.size for layer in few.cache.layers] == [10] * 4
+    tokens = full.generate(ids[:, 50:], 5, set())
+    answer = torch.tensor([tokens])
+    assert full.logits(ids[:, 50:], answer).argmax(-1).tolist() == tokens
+    assert torch.equal(few.logits(ids[:, 50:], answer), few.logits(ids[:, 50:], answer))
+    assert few.generate(ids[:, 50:], 5, {*range(128)}) == few.generate(ids[:, 50:], 5, set())[:1]
 
 
-def test_weights_stay_within_their_bounds():
-    columns = torch.rand(30, 5, dtype=torch.float64) * 1e-3
-    assert torch.allclose(bounded_least_squares(columns), torch.tensor(3.0, dtype=torch.float64).exp())
-    assert torch.allclose(bounded_least_squares(torch.eye(4, dtype=torch.float64)), torch.ones(4, dtype=torch.float64))
+def test_the_table_has_the_means_of_all_prompts():
+    rows = [
+        {"full": 1.0, "settings": {"matching@5%": {"kl": kl, "same": 0.5, "score": 1.0, "seconds": 2.0}}}
+        for kl in (0.1, 0.3)
+    ]
+    assert "| matching@5% | 0.200 | 0.500 | 1.000 | 2.0 |" in table(rows, ["matching@5%", "kvzip@5%"])

@@ -30,6 +30,7 @@ PLANS = {
     "streamingllm": {"budget": 30, "every": 1},
     "gemfilter": {"budget": 30, "layer": 1, "paper": True},
     "kvzip": {"budget": 0.5},
+    "attentionmatching": {"budget": 0.5},
     "finch": {"budget": 30, "question_tokens": 3},
     "rocketkv": {"budget": 24, "window": 4},
     "rocketkv-mt": {"budget": 24, "window": 4},

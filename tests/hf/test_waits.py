@@ -43,8 +43,8 @@ MORE = {
     "xattention": (CHECKS + 2, 1),
     "zigzagkv": (ONCE, 2),
 }
-# Finch, re-rotation, KVzip and KVCompose move a prompt's tokens to and fro between passes.
-ELSEWHERE = ("finch", "kvcompose", "kvzip", "per-layer", "rerotation")
+# These move a prompt's tokens to and fro between passes.
+ELSEWHERE = ("attentionmatching", "finch", "kvcompose", "kvzip", "per-layer", "rerotation")
 METHODS = [name for name in kvsieve.list_methods() if not kvsieve.method_info(name).is_codec and name not in ELSEWHERE]
 
 

@@ -32,6 +32,7 @@ BLOCKS = {"block": 4, "queries": 8, "least": 16, "local": 4}
 PARAMETERS = {
     "a-shape": BLOCKS,
     "asl": {"tau": 5.0, "budget": 80},
+    "attentionmatching": {"repeat_ids": (), "answer_ids": ()},
     "chunkkv": {"chunk_length": 4},
     # Its own default, the first four layers, is all that a tiny model has.
     "claa": {"skip_layers": 0},

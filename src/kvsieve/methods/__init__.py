@@ -4,6 +4,7 @@ from kvsieve.methods import (
     a_shape,
     adakv,
     asl,
+    attention_matching,
     cake,
     cam,
     capkv,
@@ -87,6 +88,7 @@ from kvsieve.methods import (
 from kvsieve.methods.a_shape import AShape
 from kvsieve.methods.adakv import AdaKV, GroupedSnapKV
 from kvsieve.methods.asl import AdaptiveTSP
+from kvsieve.methods.attention_matching import AttentionMatching
 from kvsieve.methods.base import ScoredEvictor
 from kvsieve.methods.cake import CAKE, CakeScores
 from kvsieve.methods.cam import CaM
@@ -180,6 +182,7 @@ __all__ = [
     "AShape",
     "AdaKV",
     "AdaptiveTSP",
+    "AttentionMatching",
     "CaM",
     "CakeScores",
     "CapKV",
@@ -251,6 +254,7 @@ __all__ = [
     "a_shape",
     "adakv",
     "asl",
+    "attention_matching",
     "cake",
     "cam",
     "capkv",
