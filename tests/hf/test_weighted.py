@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from kvsieve.hf.decode import token_layers
 from kvsieve.hf.decode.token_layers import TokenLayers
 from kvsieve.hf.drafts import draft_passes
 from kvsieve.hf.drafts.views import checked_view, view_drafter
+from kvsieve.hf.forward.written import in_rows
 from kvsieve.hf.model.support import why_unsupported
 from kvsieve.methods import KIVI, ExactTopK
+from kvsieve.types import Selection
 from oracle import let_drafts_know
 from pairs import Pairs, SomePairs
 from small import recorder_stand_in
@@ -247,6 +250,21 @@ WRONG = {
 def test_selections_that_do_not_fit_are_refused(model, evictor, match):
     with kvsieve.attach(model, kvsieve.Plan(evict=evictor)) as sieve, pytest.raises(PlanError, match=match):
         sieve.prefill(tiny_prompt())
+
+
+def test_rows_that_do_not_act_keep_their_entries_as_they_are():
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 2, 1, 5, 4)
+    slots = torch.tensor([[[1, 4]], [[2, 3]]])
+    index = torch.arange(5, dtype=torch.int32).expand(2, 1, -1)
+    chosen = Selection(slots, keys=torch.ones(2, 1, 2, 4), log_weight=torch.tensor([[[0.5, 0.7]], [[0.1, 0.2]]]))
+    ctx = SimpleNamespace(keys=keys, values=values, index=index, valid=None, log_weight=None)
+    found = in_rows(chosen, ctx, (True, False))
+    real = found.real()
+    assert found.indices[0, 0][real[0]].tolist() == [1, 4] and found.indices[1, 0].tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(found.keys[0, 0][real[0]], torch.ones(2, 4)) and torch.equal(found.keys[1], keys[1])
+    assert torch.allclose(found.log_weight[0, 0][real[0]], torch.tensor([0.5, 0.7]))
+    assert bool((found.log_weight[1] == 0).all()) and found.values is None
 
 
 def test_evictors_that_act_again_see_the_weights(model):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
@@ -73,13 +71,12 @@ def in_rows(selection: Selection, ctx: LayerContext, due: tuple[bool, ...]) -> S
         return kept
     weights = torch.zeros_like(ctx.index, dtype=torch.float32) if ctx.log_weight is None else ctx.log_weight
     stored = {"keys": ctx.keys, "values": ctx.values, "log_weight": weights}
-    return dataclasses.replace(
-        kept,
-        **{
-            name: entries_at(_at_slots(stored[name], part, indices, real & acts, copies), kept.indices)
-            for name, part in parts_of(selection).items()
-        },
-    )
+    parts = {
+        name: entries_at(_at_slots(stored[name], part, indices, real & acts, copies), kept.indices)
+        for name, part in parts_of(selection).items()
+    }
+    written = (parts.get(name) for name in ("keys", "values", "log_weight"))
+    return Selection(kept.indices, kept.lengths, kept.head_lengths, *written)
 
 
 def _at_slots(stored: Tensor, part: Tensor, slots: Tensor, real: Tensor, copies: int) -> Tensor:
