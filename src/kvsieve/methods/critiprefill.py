@@ -7,7 +7,8 @@ into weights by a softmax over blocks. Weights of a layer are blended with those
 its own and `fusion` of the other's. The blocks with the largest weights, `budget` keys in all, are computed for each
 segment; the segment's own blocks and everything for the last segment always are.
 
-Differences from the reference: written from the paper alone; under chunked prefill the last segment is that of the
+Differences from the reference: products are scaled like logits before the softmax; early segments of a long prompt are
+sparse, too; the default budget is the smaller of the paper's; under chunked prefill the last segment is that of the
 prompt, not of every chunk; a layer after one with full attention is not blended.
 """
 
