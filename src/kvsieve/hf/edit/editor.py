@@ -188,6 +188,8 @@ def why_not_edited(plan: Plan, cache: SieveCache) -> str | None:
         return "it has images, with positions of their own"
     if plan.rest is not None:
         return "rest= keeps evicted entries in blocks of their own"
+    if any(layer.store.log_weight is not None for layer in cache.sieve_layers.values()):
+        return f"{plan.name} has merged tokens into weighted entries"
     reason = None if plan.evict is None else plan.evict.why_not_edited
     return None if reason is None else f"of {type(plan.evict).__name__}, {reason}"
 
