@@ -29,6 +29,7 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -44,6 +45,7 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -66,6 +68,7 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -83,12 +86,34 @@ def plan(
     rule: Literal["asl", "gemfilter"] = ...,
     skip_layers: Any = ...,
     every: int | None = ...,
+    answer: Any = ...,
+    grows: Any = ...,
     floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["attentionmatching"],
+    *,
+    repeat_ids: tuple[int, ...] | None = ...,
+    answer_ids: tuple[int, ...] | None = ...,
+    budget: Budget | str | float = ...,
+    biases: bool = ...,
+    values: bool = ...,
+    on_policy: bool = ...,
+    queries: int = ...,
+    ridge: float = ...,
+    skip_layers: int | tuple[int, ...] = ...,
+    floor: int = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -109,6 +134,44 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["cam"],
+    *,
+    budget: Budget | str | float = ...,
+    base: str = ...,
+    span: int = ...,
+    seed: int = ...,
+    skip_layers: int | tuple[int, ...] | str = ...,
+    every: int | None = ...,
+    floor: int = ...,
+    paper: bool = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["capkv"],
+    *,
+    budget: Budget | str | float = ...,
+    sinks: int = ...,
+    n_future: int = ...,
+    tau: float = ...,
+    skip_layers: int | tuple[int, ...] = ...,
+    every: int | None = ...,
+    answer: Budget | str | int | float | None = ...,
+    grows: bool = ...,
+    floor: int = ...,
+    profile: Profile | str | None = ...,
+    paper: bool = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -117,6 +180,7 @@ def plan(
     budget: Budget | str | float = ...,
     base: str = ...,
     chunk_length: int = ...,
+    share: int = ...,
     skip_layers: int | tuple[int, ...] | str = ...,
     every: int | None = ...,
     floor: int = ...,
@@ -124,6 +188,7 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -138,12 +203,136 @@ def plan(
     pooling: Literal["avg", "max"] = ...,
     skip_layers: int | tuple[int, ...] | str = ...,
     every: int | None = ...,
+    answer: Any = ...,
+    grows: Any = ...,
     floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["clusterkv"],
+    *,
+    budget: Budget | str | float = ...,
+    sinks: int = ...,
+    per_cluster: int = ...,
+    chunk: int = ...,
+    iterations: int = ...,
+    per_query_head: bool = ...,
+    skip_layers: int | tuple[int, ...] = ...,
+    newest: bool = ...,
+    sparse_questions: bool = ...,
+    share: int | tuple[int, ...] = ...,
+    floor: int = ...,
+    paper: bool = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["compactattention"],
+    *,
+    base: str = ...,
+    chunk: int = ...,
+    block: int = ...,
+    queries: int = ...,
+    least: int = ...,
+    sinks: int = ...,
+    local: int = ...,
+    full: int = ...,
+    skip_layers: int | tuple[int, ...] | str = ...,
+    paper: bool = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["compactor"],
+    *,
+    budget: Budget | str | float = ...,
+    parts: Literal["both", "leverage", "attention"] = ...,
+    blending: float | None = ...,
+    sketch: int = ...,
+    chunk: int = ...,
+    sinks: int = ...,
+    recent: int = ...,
+    skip_layers: int | tuple[int, ...] = ...,
+    every: int | None = ...,
+    answer: Budget | str | int | float | None = ...,
+    grows: bool = ...,
+    floor: int = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["compresskv"],
+    *,
+    budget: Budget | str | float = ...,
+    profile: Profile | str | None = ...,
+    voters: int = ...,
+    window: int = ...,
+    kernel: Any = ...,
+    pooling: Literal["avg", "max"] = ...,
+    skip_layers: int | tuple[int, ...] | str = ...,
+    every: int | None = ...,
+    answer: Any = ...,
+    grows: Any = ...,
+    floor: int = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["corm"],
+    *,
+    budget: Budget | str | float = ...,
+    queries: int = ...,
+    recent: int = ...,
+    skip_layers: int | tuple[int, ...] = ...,
+    every: int | None = ...,
+    answer: Budget | str | int | float | None = ...,
+    grows: bool = ...,
+    floor: int = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["criticaladakv"],
+    *,
+    budget: Budget | str | float = ...,
+    alpha: float = ...,
+    normalize: bool = ...,
+    rule: Literal["paper", "kvpress"] = ...,
+    pyramid: bool = ...,
+    beta: int = ...,
+    window: int = ...,
+    kernel: Any = ...,
+    pooling: Literal["avg", "max"] = ...,
+    skip_layers: int | tuple[int, ...] | str = ...,
+    every: int | None = ...,
+    floor: int = ...,
+    profile: Profile | str | None = ...,
+    paper: bool = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -158,6 +347,61 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["critiprefill"],
+    *,
+    block: int = ...,
+    queries: int = ...,
+    least: int = ...,
+    sinks: int = ...,
+    local: int = ...,
+    full: int = ...,
+    budget: Budget | str | float = ...,
+    fusion: float = ...,
+    skip_layers: int | tuple[int, ...] = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["curdkv"],
+    *,
+    budget: Budget | str | float = ...,
+    kind: Literal["product", "mean", "key", "value"] = ...,
+    local: int = ...,
+    projection: int = ...,
+    sinks: int = ...,
+    skip_layers: int | tuple[int, ...] = ...,
+    every: int | None = ...,
+    answer: Budget | str | int | float | None = ...,
+    grows: bool = ...,
+    floor: int = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["d2o"],
+    *,
+    budget: Budget | str | float = ...,
+    recent: float = ...,
+    sinks: int = ...,
+    alpha: float = ...,
+    beta: float = ...,
+    skip_layers: int | tuple[int, ...] | str = ...,
+    every: int | None = ...,
+    floor: int = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -167,12 +411,16 @@ def plan(
     profile: Profile | str | None = ...,
     sinks: int = ...,
     recent: int = ...,
+    compensate: bool = ...,
     skip_layers: Any = ...,
     every: int | None = ...,
+    answer: Any = ...,
+    grows: Any = ...,
     floor: int = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -192,6 +440,25 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["entropychunkkv"],
+    *,
+    budget: Budget | str | float = ...,
+    base: str = ...,
+    chunk_length: int = ...,
+    spiky_length: int = ...,
+    share: int = ...,
+    skip_layers: int | tuple[int, ...] | str = ...,
+    every: int | None = ...,
+    floor: int = ...,
+    paper: bool = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -202,11 +469,13 @@ def plan(
     skip_layers: int | tuple[int, ...] = ...,
     newest: bool = ...,
     sparse_questions: bool = ...,
+    share: int | tuple[int, ...] = ...,
     floor: int = ...,
     paper: bool = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -219,10 +488,34 @@ def plan(
     use_vnorm: bool = ...,
     skip_layers: int | tuple[int, ...] = ...,
     every: int | None = ...,
+    answer: Budget | str | int | float | None = ...,
+    grows: bool = ...,
     floor: int = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["fastgen"],
+    *,
+    budget: Budget | str | float = ...,
+    recovery: float = ...,
+    window: int = ...,
+    special_ids: tuple[int, ...] | None = ...,
+    punctuation_ids: tuple[int, ...] | None = ...,
+    skip_layers: int | tuple[int, ...] = ...,
+    every: int | None = ...,
+    answer: Budget | str | int | float | None = ...,
+    grows: bool = ...,
+    floor: int = ...,
+    profile: Profile | str | None = ...,
+    paper: bool = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -236,12 +529,15 @@ def plan(
     pooling: Literal["avg", "max"] = ...,
     skip_layers: Any = ...,
     every: int | None = ...,
+    answer: Any = ...,
+    grows: Any = ...,
     floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -254,6 +550,7 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -270,6 +567,7 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -287,6 +585,7 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -298,6 +597,7 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -313,6 +613,7 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -322,11 +623,33 @@ def plan(
     recent: float = ...,
     skip_layers: int | tuple[int, ...] = ...,
     every: int | None = ...,
+    answer: Budget | str | int | float | None = ...,
+    grows: bool = ...,
     floor: int = ...,
     paper: bool = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["headkv"],
+    *,
+    budget: Budget | str | float = ...,
+    profile: Profile | str | None = ...,
+    beta: float = ...,
+    temperature: float = ...,
+    window: int = ...,
+    kernel: Any = ...,
+    pooling: Literal["avg", "max"] = ...,
+    skip_layers: int | tuple[int, ...] | str = ...,
+    every: int | None = ...,
+    floor: int = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -341,6 +664,7 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -350,11 +674,13 @@ def plan(
     skip_layers: Any = ...,
     newest: bool = ...,
     sparse_questions: bool = ...,
+    share: Any = ...,
     floor: int = ...,
     paper: bool = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -366,6 +692,7 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -381,6 +708,26 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["kascade"],
+    *,
+    budget: Budget | str | float = ...,
+    per_group: bool = ...,
+    anchor_heads: tuple[tuple[float, ...], ...] = ...,
+    skip_layers: int | tuple[int, ...] = ...,
+    newest: bool = ...,
+    sparse_questions: bool = ...,
+    share: int | tuple[int, ...] = ...,
+    floor: int = ...,
+    profile: Profile | str | None = ...,
+    paper: bool = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -390,10 +737,13 @@ def plan(
     chunks: bool = ...,
     skip_layers: int | tuple[int, ...] = ...,
     every: int | None = ...,
+    answer: Budget | str | int | float | None = ...,
+    grows: bool = ...,
     floor: int = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -407,6 +757,7 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -415,27 +766,79 @@ def plan(
     budget: Budget | str | float = ...,
     skip_layers: int | tuple[int, ...] = ...,
     every: int | None = ...,
+    answer: Budget | str | int | float | None = ...,
+    grows: bool = ...,
     floor: int = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
-    method: Literal["kvzip"],
+    method: Literal["kvcompose"],
     *,
     budget: Budget | str | float = ...,
-    prefix: int = ...,
     chunk_length: int = ...,
-    uniform: bool = ...,
-    repeat_ids: tuple[int, ...] | None = ...,
-    go_on_ids: tuple[int, ...] | None = ...,
-    answer_ids: tuple[int, ...] | None = ...,
     skip_layers: int | tuple[int, ...] = ...,
     floor: int = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["kvcrush"],
+    *,
+    budget: Budget | str | float = ...,
+    base: str = ...,
+    representatives: float = ...,
+    anchor: Literal["alternating", "random", "zeros", "ones"] = ...,
+    seed: int = ...,
+    skip_layers: int | tuple[int, ...] | str = ...,
+    every: int | None = ...,
+    floor: int = ...,
+    paper: bool = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["kvmerger"],
+    *,
+    budget: Budget | str | float = ...,
+    recent: float = ...,
+    heavy: float = ...,
+    sinks: int = ...,
+    threshold: float = ...,
+    skip_layers: int | tuple[int, ...] | str = ...,
+    every: int | None = ...,
+    floor: int = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["kvzip"],
+    *,
+    repeat_ids: tuple[int, ...] | None = ...,
+    answer_ids: tuple[int, ...] | None = ...,
+    budget: Budget | str | float = ...,
+    prefix: int = ...,
+    chunk_length: int = ...,
+    uniform: bool = ...,
+    go_on_ids: tuple[int, ...] | None = ...,
+    skip_layers: int | tuple[int, ...] = ...,
+    floor: int = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -453,6 +856,25 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["loki"],
+    *,
+    budget: Budget | str | float = ...,
+    part: float | None = ...,
+    per_query_head: bool = ...,
+    skip_layers: int | tuple[int, ...] = ...,
+    newest: bool = ...,
+    sparse_questions: bool = ...,
+    share: int | tuple[int, ...] = ...,
+    floor: int = ...,
+    paper: bool = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -467,12 +889,31 @@ def plan(
     pooling: Literal["avg", "max"] = ...,
     skip_layers: Any = ...,
     every: int | None = ...,
+    answer: Any = ...,
+    grows: Any = ...,
     floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["merge"],
+    *,
+    budget: Budget | str | float = ...,
+    base: str = ...,
+    rule: str = ...,
+    skip_layers: int | tuple[int, ...] | str = ...,
+    every: int | None = ...,
+    floor: int = ...,
+    paper: bool = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -491,6 +932,7 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -503,12 +945,73 @@ def plan(
     pooling: Literal["avg", "max"] = ...,
     skip_layers: Any = ...,
     every: int | None = ...,
+    answer: Any = ...,
+    grows: Any = ...,
     floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["morphkv"],
+    *,
+    budget: Budget | str | float = ...,
+    window: int = ...,
+    fusion: Literal["sum", "max"] = ...,
+    skip_layers: int | tuple[int, ...] = ...,
+    every: int | None = ...,
+    answer: Budget | str | int | float | None = ...,
+    grows: bool = ...,
+    floor: int = ...,
+    profile: Profile | str | None = ...,
+    paper: bool = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["obcache"],
+    *,
+    budget: Budget | str | float = ...,
+    window: int = ...,
+    kernel: Any = ...,
+    pooling: Literal["avg", "max"] = ...,
+    per_query_head: bool = ...,
+    form: Literal["joint", "value", "key"] = ...,
+    skip_layers: int | tuple[int, ...] = ...,
+    every: int | None = ...,
+    answer: Budget | str | int | float | None = ...,
+    grows: bool = ...,
+    floor: int = ...,
+    profile: Profile | str | None = ...,
+    paper: bool = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["omnikv"],
+    *,
+    budget: Budget | str | float = ...,
+    wait: int = ...,
+    skip_layers: int | tuple[int, ...] = ...,
+    newest: bool = ...,
+    sparse_questions: bool = ...,
+    share: int | tuple[int, ...] = ...,
+    floor: int = ...,
+    paper: bool = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -523,6 +1026,7 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -538,6 +1042,7 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -551,6 +1056,7 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -572,6 +1078,7 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -590,6 +1097,7 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -600,10 +1108,13 @@ def plan(
     recent: int = ...,
     skip_layers: Any = ...,
     every: int | None = ...,
+    answer: Any = ...,
+    grows: Any = ...,
     floor: int = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -616,11 +1127,45 @@ def plan(
     skip_layers: int | tuple[int, ...] = ...,
     newest: bool = ...,
     sparse_questions: bool = ...,
+    share: int | tuple[int, ...] = ...,
     floor: int = ...,
     paper: bool = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["random"],
+    *,
+    budget: Budget | str | float = ...,
+    recent: int = ...,
+    seed: int = ...,
+    skip_layers: int | tuple[int, ...] = ...,
+    every: int | None = ...,
+    answer: Budget | str | int | float | None = ...,
+    grows: bool = ...,
+    floor: int = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["rerotation"],
+    *,
+    budget: Budget | str | float = ...,
+    base: str = ...,
+    question_tokens: int = ...,
+    chunk_length: int | None = ...,
+    floor: int = ...,
+    paper: bool = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -634,12 +1179,16 @@ def plan(
     newest: bool = ...,
     sparse_questions: bool = ...,
     every: int | None = ...,
+    answer: Any = ...,
+    grows: Any = ...,
+    share: Any = ...,
     floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -652,12 +1201,32 @@ def plan(
     skip_layers: int | tuple[int, ...] | str = ...,
     newest: bool = ...,
     sparse_questions: bool = ...,
+    share: Any = ...,
     floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["roco"],
+    *,
+    budget: Budget | str | float = ...,
+    recent: float = ...,
+    sinks: int = ...,
+    skip_layers: int | tuple[int, ...] = ...,
+    every: int | None = ...,
+    answer: Budget | str | int | float | None = ...,
+    grows: bool = ...,
+    newest: bool = ...,
+    floor: int = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -671,6 +1240,7 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -681,10 +1251,48 @@ def plan(
     recent: float = ...,
     skip_layers: int | tuple[int, ...] = ...,
     every: int | None = ...,
+    answer: Budget | str | int | float | None = ...,
+    grows: bool = ...,
     floor: int = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["scope"],
+    *,
+    budget: Budget | str | float = ...,
+    base: str = ...,
+    answer: Budget | str | int | float = ...,
+    recent: int = ...,
+    strategy: Literal["slide", "adaptive", "discontinuous"] = ...,
+    delta: int = ...,
+    floor: int = ...,
+    paper: bool = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["simlayerkv"],
+    *,
+    budget: Budget | str | float = ...,
+    sinks: int = ...,
+    threshold: float = ...,
+    observed: int = ...,
+    skip_layers: int | tuple[int, ...] = ...,
+    every: int | None = ...,
+    answer: Budget | str | int | float | None = ...,
+    grows: bool = ...,
+    floor: int = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -697,12 +1305,15 @@ def plan(
     per_query_head: bool = ...,
     skip_layers: int | tuple[int, ...] = ...,
     every: int | None = ...,
+    answer: Budget | str | int | float | None = ...,
+    grows: bool = ...,
     floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -714,11 +1325,13 @@ def plan(
     skip_layers: int | tuple[int, ...] = ...,
     newest: bool = ...,
     sparse_questions: bool = ...,
+    share: int | tuple[int, ...] = ...,
     floor: int = ...,
     paper: bool = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -735,6 +1348,7 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -750,6 +1364,7 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -766,12 +1381,15 @@ def plan(
     pooling: Literal["avg", "max"] = ...,
     skip_layers: Any = ...,
     every: int | None = ...,
+    answer: Any = ...,
+    grows: Any = ...,
     floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -781,10 +1399,30 @@ def plan(
     sinks: int = ...,
     skip_layers: int | tuple[int, ...] = ...,
     every: int | None = ...,
+    answer: Budget | str | int | float | None = ...,
+    grows: bool = ...,
     floor: int = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["threshold"],
+    *,
+    threshold: float = ...,
+    budget: Budget | str | float = ...,
+    base: str = ...,
+    recent: int = ...,
+    skip_layers: int | tuple[int, ...] | str = ...,
+    every: int | None = ...,
+    floor: int = ...,
+    paper: bool = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -793,10 +1431,53 @@ def plan(
     budget: Budget | str | float = ...,
     skip_layers: int | tuple[int, ...] = ...,
     every: int | None = ...,
+    answer: Budget | str | int | float | None = ...,
+    grows: bool = ...,
     floor: int = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["vase"],
+    *,
+    budget: Budget | str | float = ...,
+    window: int = ...,
+    large: int = ...,
+    seed: int = ...,
+    skip_layers: int | tuple[int, ...] = ...,
+    every: int | None = ...,
+    answer: Budget | str | int | float | None = ...,
+    grows: bool = ...,
+    floor: int = ...,
+    profile: Profile | str | None = ...,
+    paper: bool = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["windowkv"],
+    *,
+    budget: Budget | str | float = ...,
+    length: int = ...,
+    rule: Literal["average", "max"] = ...,
+    share: int = ...,
+    beta: int = ...,
+    window: int = ...,
+    skip_layers: int | tuple[int, ...] | str = ...,
+    every: int | None = ...,
+    floor: int = ...,
+    profile: Profile | str | None = ...,
+    paper: bool = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -814,6 +1495,24 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["zeromerge"],
+    *,
+    budget: Budget | str | float = ...,
+    tail: float = ...,
+    residual: float = ...,
+    decay: float = ...,
+    sinks: int = ...,
+    skip_layers: int | tuple[int, ...] | str = ...,
+    every: int | None = ...,
+    floor: int = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -830,6 +1529,7 @@ def plan(
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
 ) -> Plan: ...
 @overload
 def plan(method: str, **parameters: Any) -> Plan: ...
