@@ -27,6 +27,8 @@ BASELINES = ("snapkv", "kvzip", "rocketkv", "random")
 SHARES = ("10%", "25%")
 # The budget of methods that find theirs by a threshold.
 OWN = "own"
+# Mean score of full KV below which shares of it say nothing.
+LEAST = 0.1
 Setting = tuple[str, str | None]
 
 
@@ -80,8 +82,10 @@ def glance(samples: list[dict[str, Any]], question: str, shares: bool) -> Glance
     whole = {setting: mine for setting, mine in by.items() if len(set(mine) & set(full)) >= 0.9 * usual}
     keys = sorted(key for key in full if all(key in mine for mine in whole.values()))
     theirs = np.array([full[key]["score"] for key in keys])
-    if not keys or not theirs.any():
+    if not keys:
         return None
+    if theirs.mean() < LEAST:
+        return Glance(question, {}, 100 * theirs.mean(), len(keys), tuple(dict.fromkeys(key[0] for key in keys)), ())
     documents = [(key[0], document(full[key])) for key in keys]
     scores = {setting: np.array([mine[key]["score"] for key in keys]) for setting, mine in whole.items()}
     points = {}
@@ -121,6 +125,10 @@ def part(folder: Path = FOLDER) -> str:
         "store all entries and read the share.",
     ]
     for one in found:
+        if not one.points:
+            tasks = ", ".join(f"`{task}`" for task in one.tasks)
+            blocks.append(f"On {one.prompts} prompts of {tasks} full KV scores {one.full:.0f}%, too little to compare.")
+            continue
         title = f"Question {one.question}" if is_of_shares(one) else "Long answers, by entries"
         blocks.append(f"**{title}**, {one.prompts} prompts of {', '.join(f'`{task}`' for task in one.tasks)}:")
         blocks.append(table(one))

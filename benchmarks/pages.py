@@ -624,7 +624,7 @@ def pictures(found: list[Evidence]) -> dict[str, list[Panel]]:
 
 def _glance() -> Iterator[Panel]:
     """A panel for each question mode, scores over the entries stored, or read where all are stored."""
-    for one in glances():
+    for one in (one for one in glances() if one.points):
         series: Points = {}
         shares = is_of_shares(one)
         for (method, budget), point in one.points.items():
