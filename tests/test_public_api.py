@@ -16,7 +16,7 @@ FUNCTIONS = """
     attach(model, plan, *, decode='auto', tokenizer=None)
     list_methods()
     method_info(name)
-    plan(method, *, codec=None, rest=None, prefill=None, **parameters)
+    plan(method, *, codec=None, rest=None, prefill=None, merge=None, **parameters)
     register_method(name, *, title, paper, phase, query_aware, summary='', budget=None, **rarely)
 """
 MODELS = """
@@ -35,6 +35,7 @@ SIEVE = """
     check_call(self, call)
     check_tokens(self, cache, new, text=None)
     continues
+    edit(self, cache, input_ids, *, window=64)
     feed(self, cache, ids, mask, request=PassRequest(plan=None, phase=None, last_chunk=True, on_layer=None,
         on_leave=None, chunk=None, tentative=False), *, logits=0)
     feeds_one_by_one(self, cache, plan=None)
@@ -59,12 +60,15 @@ CHAT = """
     kept
     messages
     read(self, text, **options)
+    remove(self, turn, *, window=64)
+    replace(self, turn, text, *, window=64)
     retry(self, on_text=None, **options)
     rollback(self, snapshot)
     save(self, path, *, force=False)
     snapshot(self)
     stream(self, message, **options)
     stream_retry(self, **options)
+    strip(self, *, window=64)
     system
     turns
 """

@@ -96,13 +96,12 @@ def compact_attention(
     block: int = 128,
     queries: int = 128,
     least: int = 1024,
-    sinks: int = 1,
     local: int = 1,
     full: int = 1,
     skip_layers: int | tuple[int, ...] | str = 0,
 ) -> Plan:
     """Prefill attends to one table of blocks per chunk and KV head, the union of another method's choices."""
-    names = {"block": block, "queries": queries, "least": least, "sinks": sinks, "local": local, "full": full}
+    names = {"block": block, "queries": queries, "least": least, "local": local, "full": full}
     plan = plan_without_floor(base, **names, skip_layers=skip_layers)
     if not isinstance(plan.prefill, BlockPrefill) or plan.roles != ("prefill",):
         raise PlanError(

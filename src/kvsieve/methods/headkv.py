@@ -146,7 +146,6 @@ def headkv(
     budget: Budget | str | int | float = "20%",
     profile: Profile | str | os.PathLike[str] | None = None,
     beta: float = 1.2,
-    temperature: float = 1.0,
     window: int = 32,
     kernel: Kernel = 7,
     pooling: Pool = "max",
@@ -163,4 +162,4 @@ def headkv(
         skip_layers=skip_layers,  # type: ignore[arg-type]
         every=every,
     )
-    return Plan(evict=HeadKV(base=base, heads=heads, beta=beta, temperature=temperature), profile=model)
+    return Plan(evict=HeadKV(base=base, heads=heads, beta=beta), profile=model)

@@ -82,8 +82,7 @@ def read_chunks(
     if acting.drafts and acts:
         cache.turn.drafted = drafted(model, acting, input_ids, mask, cache, chunk)
     together = options.together if options.together and joins_chunks(acting, cache, mask) else None
-    if needs_ids(acting) or options.on_layer is not None:
-        note_ids(cache, input_ids)
+    _note_ids(acting, options, cache, input_ids)
     result = None
     for first, last in passes(ends, together):
         if probed and last == total:
@@ -152,6 +151,12 @@ def shared_end(plan: Plan, length: int, chunk: int | None) -> int:
     if chunk is None or _counts_backwards(plan):
         return 0
     return max(length, 0) // chunk * chunk
+
+
+def _note_ids(plan: Plan, options: ReadOptions, cache: SieveCache, input_ids: Tensor) -> None:
+    """Keep the tokens of a conversation, for a plan that needs them and for readings that several plans share."""
+    if needs_ids(plan) or options.on_layer is not None:
+        note_ids(cache, input_ids)
 
 
 def _counts_backwards(plan: Plan) -> bool:

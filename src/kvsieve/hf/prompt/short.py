@@ -6,7 +6,9 @@ whose columns precede the generated ones in the result.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,6 +26,15 @@ from kvsieve.planning.protection import ProtectedTokens
 from kvsieve.planning.roles import ChunkedEvictor
 
 _IDLE = "every token was read again: the prompt is not longer than what may be kept"
+
+
+@contextlib.contextmanager
+def _own_columns(cache: SieveCache) -> Iterator[None]:
+    """Leave rows that ended before others out of passes with columns of their own."""
+    known = cache.conversation.ends
+    cache.conversation.ends = None
+    yield
+    cache.conversation.ends = known
 
 
 def read_short_prompt(
@@ -61,10 +72,8 @@ def read_short_prompt(
     compressed = None
     if isinstance(model.plan.evict, ChunkedEvictor) and reduce:
         shown = dataclasses.replace(options, progress=shifted(options.progress, 0, token_index.shape[1] + question))
-        # Its passes have columns of their own.
-        known, cache.conversation.ends = cache.conversation.ends, None
-        compressed = compress(model, cache, input_ids, token_index, real, shown, protected)
-        cache.conversation.ends = known
+        with _own_columns(cache):
+            compressed = compress(model, cache, input_ids, token_index, real, shown, protected)
         token_index = compressed.token_index
         real = compressed.token_index >= 0
     elif propagator is not None and reduce:
