@@ -37,7 +37,7 @@ SIEVE = """
     continues
     edit(self, cache, input_ids, *, window=64)
     feed(self, cache, ids, mask, request=PassRequest(plan=None, phase=None, last_chunk=True, on_layer=None,
-        on_leave=None, chunk=None, tentative=False), *, logits=0)
+        before_attention=None, on_leave=None, chunk=None, tentative=False), *, logits=0)
     feeds_one_by_one(self, cache, plan=None)
     generate(self, input_ids, attention_mask=None, *, cache=None, chunk=None, progress=None, protect=None, quotas=None,
         question_tokens=None, reduce=True, measure=False, draft=None, grammar=None, **options)

@@ -6,9 +6,7 @@ whose columns precede the generated ones in the result.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.short_prompt import ShortPrompt
-from kvsieve.hf.prompt.chunked_compression import compress
+from kvsieve.hf.prompt.chunked_compression import Compressed, compress
 from kvsieve.hf.prompt.chunks import read_chunks
 from kvsieve.hf.prompt.options import ReadOptions, shifted
 from kvsieve.hf.prompt.two_pass import choose
@@ -28,13 +26,13 @@ from kvsieve.planning.roles import ChunkedEvictor
 _IDLE = "every token was read again: the prompt is not longer than what may be kept"
 
 
-@contextlib.contextmanager
-def _own_columns(cache: SieveCache) -> Iterator[None]:
-    """Leave rows that ended before others out of passes with columns of their own."""
+def _compressed(model: AttachedModel, cache: SieveCache, *given: Any) -> Compressed:
+    """Compress a prompt in passes with columns of their own, of which rows that ended before others know nothing."""
     known = cache.conversation.ends
     cache.conversation.ends = None
-    yield
+    found = compress(model, cache, *given)
     cache.conversation.ends = known
+    return found
 
 
 def read_short_prompt(
@@ -69,11 +67,10 @@ def read_short_prompt(
     report: dict[str, Any] = {"idle": _IDLE}
     wanted = lengths
     before = 0
-    compressed = None
+    compressed: Compressed | None = None
     if isinstance(model.plan.evict, ChunkedEvictor) and reduce:
         shown = dataclasses.replace(options, progress=shifted(options.progress, 0, token_index.shape[1] + question))
-        with _own_columns(cache):
-            compressed = compress(model, cache, input_ids, token_index, real, shown, protected)
+        compressed = _compressed(model, cache, input_ids, token_index, real, shown, protected)
         token_index = compressed.token_index
         real = compressed.token_index >= 0
     elif propagator is not None and reduce:
