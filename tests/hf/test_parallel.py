@@ -317,12 +317,14 @@ def needed(name: str) -> str:
 def test_the_document_tells_of_every_method_and_each_is_compared():
     page = sections((ROOT / "docs" / "models.md").read_text())["several-processes-several-machines"]
     own = re.search(r"^\*\*Nothing is exchanged\*\*.*?\n\n", page, re.M | re.S).group()
+    pending = re.search(r"^\*\*Not compared among processes yet\*\*.*?\n\n", page, re.M | re.S).group()
+    waiting = set(re.findall(r"`([\w-]+)`", pending))
     table = "\n".join(re.findall(r"^\| [^|]+ \| (`.*) \|$", page, re.M))
     documented = {
         name: heads for heads, text in (("own", own), ("all", table)) for name in re.findall(r"`([\w-]+)`", text)
     }
-    assert documented == {name: needed(name) for name in kvsieve.list_methods()}
-    assert {case.split()[0] for case in CASES} == set(kvsieve.list_methods())
+    assert documented == {name: needed(name) for name in kvsieve.list_methods() if name not in waiting}
+    assert {case.split()[0] for case in CASES} == set(kvsieve.list_methods()) - waiting
 
 
 def test_alone_a_process_has_all_heads():
