@@ -43,7 +43,7 @@ AS_PUBLISHED = {
     # Loki, algorithm 1: a quarter of the components, a set per query head.
     "loki": {"part": 0.25, "per_query_head": True, "newest": False},
     # ClusterKV 3 and its code: 16 sinks, a cluster for 80 entries, chunks of 320, two dense layers.
-    "clusterkv": {"sinks": 16, "per_cluster": 80, "chunk": 320, "per_query_head": True, "skip_layers": 2},
+    "clusterkv": {"sinks": 16, "per_cluster": 80, "chunk_length": 320, "per_query_head": True, "skip_layers": 2},
     "kascade": {"newest": False, "per_group": True},
     # Ada-KV 5: floor 0.2, window 32, kernel 7, max pooling.
     "adakv": {"alpha": 0.2, "window": 32, "kernel": 7, "pooling": "max", "normalize": True, "rule": "paper"},

@@ -78,6 +78,8 @@ def test_run_compares_methods(cli, model_dir, prompt_file):
     assert snapkv["kv_entries"] == [40] * 4 and fastkv["kv_entries"] == [40] * 4
     assert fastkv["deep_tokens"] == 60 and full["deep_tokens"] == snapkv["deep_tokens"] == 200
     assert data["results"][1]["parameters"] == {
+        "answer": None,
+        "grows": False,
         "budget": "20%",
         "window": 16,
         "kernel": 5,

@@ -230,7 +230,7 @@ def test_protected_tokens_cannot_be_cut(model, ids):
         ("h2o", {"budget": 40}, "H2O, it has counted attention"),
         ("lagkv", {"budget": "50%", "lag": 16, "sinks": 4}, "partitions"),
         ("gemfilter", {"budget": 40}, "shorter"),
-        ("attentionmatching", {"budget": 40, "repeat_ids": (), "answer_ids": ()}, "computed from several tokens"),
+        ("attentionmatching", {"budget": 40, "repeat_ids": (), "answer_ids": ()}, "weighted entries"),
     ],
 )
 def test_plans_that_cannot_be_edited_are_refused(model, ids, plan, options, told):

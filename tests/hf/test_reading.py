@@ -32,7 +32,7 @@ READERS = {
     "perturn": {"budget": 20, "base": "knorm"},
     "loki": {"budget": 16},
     "loki original": {"budget": 20, "part": 0.25, "per_query_head": True},
-    "clusterkv": {"budget": 24, "sinks": 2, "per_cluster": 8, "chunk": 4},
+    "clusterkv": {"budget": 24, "sinks": 2, "per_cluster": 8, "chunk_length": 4},
     "clusterkv original": {"budget": 24, "sinks": 2, "per_cluster": 8, "per_query_head": True, "skip_layers": 1},
     "quest shared": {"budget": 16, "share": 2},
     "quest original, shared": {"budget": 16, "page": 4, "per_query_head": True, "share": "0/1"},

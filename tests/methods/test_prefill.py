@@ -19,7 +19,7 @@ BLOCKS = {"block": 8, "queries": 16, "least": 32, "full": 0}
 ALL = {
     "a-shape": {"local": 4096},
     "compactattention": {"full": 4096},
-    "critiprefill": {"budget": 4096},
+    "critiprefill": {"critical": 4096},
     "flashprefill": {"full": 4096},
     "flexprefill": {"gamma": 1.0},
     "minference": {"vertical": 1.0},
@@ -29,7 +29,7 @@ ALL = {
 
 OPTIONS = {
     "xattention": {"stride": 4},
-    "critiprefill": {"budget": 40, "skip_layers": 0},
+    "critiprefill": {"critical": 40, "skip_layers": 0},
     "compactattention": {"chunk": 32},
 }
 
@@ -216,7 +216,7 @@ def test_the_density_of_an_a_shape_is_known_beforehand(tokens):
         ("minference", {"slash": 1.5}, "at most 1"),
         ("flexprefill", {"gamma": 0.0}, "above 0"),
         ("flashprefill", {"alpha": -1.0}, "above 0"),
-        ("critiprefill", {"budget": 4}, "at least 32"),
+        ("critiprefill", {"critical": 4}, "at least 32"),
         ("critiprefill", {"fusion": 1.0}, "below 1"),
         ("compactattention", {"chunk": 200}, "multiple of the 128 queries"),
         ("compactattention", {"base": "snapkv"}, "block"),

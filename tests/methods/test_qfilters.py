@@ -58,7 +58,7 @@ def test_it_needs_a_profile_with_filters():
     with pytest.raises(PlanError, match="the profile of m holds no q_filters"):
         kvsieve.plan("qfilters", profile=Profile(Fingerprint("llama", 1, 1, 1, 1, 1, 1, "m")))
     info = kvsieve.method_info("qfilters")
-    own = {"budget", "profile", "recent", "every", "skip_layers", "floor"}
+    own = {"budget", "profile", "recent", "every", "skip_layers", "floor", "answer", "grows"}
     assert info.roles == ("evict",) and own == set(info.parameters)
 
 

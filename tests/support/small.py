@@ -36,7 +36,9 @@ PARAMETERS = {
     "chunkkv": {"chunk_length": 4},
     # Its own default, the first four layers, is all that a tiny model has.
     "claa": {"skip_layers": 0},
+    "compactattention": {**BLOCKS, "chunk": 16},
     "corm": {"queries": 6},
+    "critiprefill": {**BLOCKS, "critical": 8, "skip_layers": 0},
     "entropychunkkv": {"chunk_length": 6, "spiky_length": 2},
     "fastgen": {"recovery": 0.5, "special_ids": (2, 3, 4), "punctuation_ids": (5, 6, 7, 8)},
     "d2o": {"recent": 0.5},

@@ -51,25 +51,25 @@ class ClusterKV(BudgetReader):
     """Attend to the clusters of keys with the largest products of query and centroid.
 
     sinks: first entries that are always read, at most a quarter of the budget. per_cluster: entries for one cluster.
-    chunk: later entries that are clustered together. iterations: most steps of k-means. per_query_head: a choice for
+    chunk_length: later entries that are clustered together. iterations: most steps of k-means. per_query_head: a choice for
     each query head, not one for those that share a KV head.
     """
 
     sinks: int = 16
     per_cluster: int = 80
-    chunk: int = 320
+    chunk_length: int = 320
     iterations: int = 20
     per_query_head: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_int(self, "sinks", self.sinks, 0)
-        for name in ("per_cluster", "chunk", "iterations"):
+        for name in ("per_cluster", "chunk_length", "iterations"):
             check_int(self, name, vars(self)[name], 1)
 
     def parameters(self, tokens: int, facts: ReadFacts) -> ClusterSetting:
         sinks = min(self.sinks, tokens // 4)
-        return ClusterSetting(tokens, tokens, min(self.chunk, tokens // 2), sinks=sinks, prompt=facts.length)
+        return ClusterSetting(tokens, tokens, min(self.chunk_length, tokens // 2), sinks=sinks, prompt=facts.length)
 
     def choose(
         self, asked: AttentionQueries, kv_rows: KVRows, state: dict[str, Any], setting: ClusterSetting

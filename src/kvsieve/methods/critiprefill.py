@@ -4,11 +4,11 @@ A segment of queries is represented by the elementwise maximum and minimum of it
 its keys. The score of a block is the larger of two means over the segment's two vectors: of their products with the
 block's maximum, and with its minimum. Scores are averaged over the query heads of a group, masked causally, and turned
 into weights by a softmax over blocks. Weights of a layer are blended with those of the layer before: (1 - `fusion`) of
-its own and `fusion` of the other's. The blocks with the largest weights, `budget` keys in all, are computed for each
+its own and `fusion` of the other's. The blocks with the largest weights, `critical` keys in all, are computed for each
 segment; the segment's own blocks and everything for the last segment always are.
 
 Differences from the reference: products are scaled like logits before the softmax; early segments of a long prompt are
-sparse, too; the default budget is the smaller of the paper's; under chunked prefill the last segment is that of the
+sparse, too; the default number of keys is the smaller of the paper's; under chunked prefill the last segment is that of the
 prompt, not of every chunk; a layer after one with full attention is not blended.
 """
 
@@ -40,12 +40,12 @@ _BEFORE = "critiprefill"
 class CritiPrefill(BlockPrefill, heads="own"):
     """Attend to the blocks with the largest weights by bounds of queries and keys.
 
-    budget: keys computed per segment besides its own, in whole blocks.
+    critical: keys computed per segment besides its own, in whole blocks.
     fusion: share of the previous layer's weights, at least 0 and below 1.
     queries: queries of a segment.
     """
 
-    budget: int = 1024
+    critical: int = 1024
     fusion: float = 0.25
     block: int = 32
     queries: int = 512
@@ -56,7 +56,7 @@ class CritiPrefill(BlockPrefill, heads="own"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int(self, "budget", self.budget, self.block)
+        check_int(self, "critical", self.critical, self.block)
         if not 0 <= self.fusion < 1:
             raise PlanError(f"CritiPrefill: fusion must be at least 0 and below 1, got {self.fusion!r}")
 
@@ -66,7 +66,7 @@ class CritiPrefill(BlockPrefill, heads="own"):
         if before is not None and before.shape == weights.shape:
             weights = (1 - self.fusion) * weights + self.fusion * before
         ctx.shared[_BEFORE] = weights
-        return topmost(weights, self.budget // self.block) | self.always(ctx)
+        return topmost(weights, self.critical // self.block) | self.always(ctx)
 
     def weights(self, ctx: PromptContext) -> Tensor:
         """Return estimated weights of the blocks before a segment, float32 [B, H, query blocks, key blocks]."""
