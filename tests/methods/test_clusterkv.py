@@ -105,7 +105,7 @@ def test_settings_leave_room_for_clusters():
     assert ClusterKV(budget=32).setting(facts) == ClusterSetting(32, 32, 16, sinks=8, prompt=4000)
 
 
-@pytest.mark.parametrize("name", ["per_cluster", "chunk", "iterations"])
+@pytest.mark.parametrize("name", ["per_cluster", "chunk_length", "iterations"])
 def test_bad_parameters_are_refused(name):
     with pytest.raises(PlanError, match=f"{name} must be a whole number"):
         ClusterKV(budget=16, **{name: 0})

@@ -51,8 +51,8 @@ class ClusterKV(BudgetReader):
     """Attend to the clusters of keys with the largest products of query and centroid.
 
     sinks: first entries that are always read, at most a quarter of the budget. per_cluster: entries for one cluster.
-    chunk_length: later entries that are clustered together. iterations: most steps of k-means. per_query_head: a choice for
-    each query head, not one for those that share a KV head.
+    chunk_length: later entries that are clustered together. iterations: most steps of k-means. per_query_head: a choice
+    for each query head, not one for those that share a KV head.
     """
 
     sinks: int = 16

@@ -8,8 +8,8 @@ its own and `fusion` of the other's. The blocks with the largest weights, `criti
 segment; the segment's own blocks and everything for the last segment always are.
 
 Differences from the reference: products are scaled like logits before the softmax; early segments of a long prompt are
-sparse, too; the default number of keys is the smaller of the paper's; under chunked prefill the last segment is that of the
-prompt, not of every chunk; a layer after one with full attention is not blended.
+sparse, too; the default number of keys is the smaller of the paper's; under chunked prefill the last segment is that of
+the prompt, not of every chunk; a layer after one with full attention is not blended.
 """
 
 from __future__ import annotations
