@@ -25,7 +25,10 @@ MORE = {
     "adakv": (ONCE + 1, 1),
     "asl": (6, 0),
     "cake": (ONCE, 2),
+    # A table of blocks is gathered by the host, for every head and chunk.
+    "compactattention": (CHECKS + 2, 45),
     "corm": (ONCE, 1),
+    "critiprefill": (CHECKS + 2, 1),
     "criticaladakv": (ONCE + 1, 1),
     "d2o": (ONCE, 2),
     "dynamickv": (ONCE, 3),
