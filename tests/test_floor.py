@@ -154,8 +154,8 @@ def test_a_floor_that_is_more_than_the_share_is_the_number():
         )
         assert stored(floored.cache) == stored(number.cache), name
         kept = [len(head) for layer in stored(floored.cache)[0] for head in layer]
-        if name == "fastgen":
-            # Its budget is a limit of the policies' sizes.
+        if name in ("fastgen", "simlayerkv"):
+            # Their budget is what some heads or layers keep.
             continue
         assert sum(kept) / len(kept) == 50 + (0 if plan.evict.when.steps == 1 else 3), name
 

@@ -20,7 +20,7 @@ from tiny import tiny_model, tiny_prompt
 
 F64 = torch.float64
 PADDING = [0, 17]
-SMALL = {"sinks": 3, "recent": 2, "chunk": 16}
+SMALL = {"sinks": 3, "recent": 2, "chunk_length": 16}
 ROUND = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 
 
@@ -70,7 +70,7 @@ def slow(query, keys, values, evictor, blending):
     length = keys.shape[1]
     middle = slice(evictor.sinks, length - evictor.recent)
     back = Rotating().rotate(0, keys[None], torch.arange(length)[None], inverse=True)[0]
-    attention = standard(slow_attention(query[:, middle], keys[:, middle], values[:, middle], evictor.chunk))
+    attention = standard(slow_attention(query[:, middle], keys[:, middle], values[:, middle], evictor.chunk_length))
     leverage = standard(slow_leverage(back[:, middle], evictor.sketch))
     total = {"both": attention + blending * leverage, "attention": attention, "leverage": leverage}[evictor.parts]
     scores = torch.full(keys.shape[:2], math.inf, dtype=F64)
@@ -154,7 +154,7 @@ def test_on_a_model_two_turns_in_a_padded_batch_are_the_row_alone(chunk):
     model = tiny_model()
     ids, mask = tiny_prompt(2, 50, seed=4), torch.ones(2, 50, dtype=torch.int64)
     ids[1, :9], mask[1, :9] = 0, 0
-    plan = kvsieve.plan("compactor", budget=20, chunk=8, sinks=2, recent=2, sketch=6)
+    plan = kvsieve.plan("compactor", budget=20, chunk_length=8, sinks=2, recent=2, sketch=6)
     with kvsieve.attach(model, plan) as sieve:
         both = sieve.generate(ids, mask, chunk=chunk, **ROUND)
         more = tiny_prompt(2, 20, seed=9)

@@ -30,7 +30,7 @@ ALL = {
 OPTIONS = {
     "xattention": {"stride": 4},
     "critiprefill": {"critical": 40, "skip_layers": 0},
-    "compactattention": {"chunk": 32},
+    "compactattention": {"chunk_length": 32},
 }
 
 
@@ -218,7 +218,7 @@ def test_the_density_of_an_a_shape_is_known_beforehand(tokens):
         ("flashprefill", {"alpha": -1.0}, "above 0"),
         ("critiprefill", {"critical": 4}, "at least 32"),
         ("critiprefill", {"fusion": 1.0}, "below 1"),
-        ("compactattention", {"chunk": 200}, "multiple of the 128 queries"),
+        ("compactattention", {"chunk_length": 200}, "multiple of the 128 queries"),
         ("compactattention", {"base": "snapkv"}, "block"),
     ],
 )

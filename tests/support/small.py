@@ -36,7 +36,7 @@ PARAMETERS = {
     "chunkkv": {"chunk_length": 4},
     # Its own default, the first four layers, is all that a tiny model has.
     "claa": {"skip_layers": 0},
-    "compactattention": {**BLOCKS, "chunk": 16},
+    "compactattention": {**BLOCKS, "base": "minference", "chunk_length": 16},
     "corm": {"queries": 6},
     "critiprefill": {**BLOCKS, "critical": 8, "skip_layers": 0},
     "entropychunkkv": {"chunk_length": 6, "spiky_length": 2},

@@ -4,8 +4,8 @@ The choice of another sparse prefill method, `base`, is a signal of which entrie
 any query block of the chunk, for any query head of a group, are all attended to by all of the chunk's queries. These
 blocks form one table per KV head, over which attention is dense; the chunk's own blocks are always in it.
 
-Differences from the reference: a chunk is `chunk` queries, however many tokens a pass has; query blocks for which
-`base` computes everything (``full``) do, and do not add to the tables of others.
+Differences from the reference: a chunk is `chunk_length` queries, however many tokens a pass has; query blocks for
+which `base` computes everything (``full``) do, and do not add to the tables of others.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ class CompactAttention(SparsePrefill, heads="own"):
     """Attend to all blocks that `base` chooses for any query block of a chunk and any head of a group.
 
     base: a sparse prefill method that chooses blocks by their content.
-    chunk: queries that share a table, a multiple of the base's `queries`.
+    chunk_length: queries that share a table, a multiple of the base's `queries`.
     """
 
     base: BlockPrefill
-    chunk: int = 2048
+    chunk_length: int = 2048
 
     def __post_init__(self) -> None:
         if not isinstance(self.base, BlockPrefill):
             raise PlanError(
                 f"CompactAttention: base must be a sparse prefill method such as FlashPrefill(), got {self.base!r}"
             )
-        check_int(self, "chunk", self.chunk, self.base.queries)
-        if self.chunk % self.base.queries:
+        check_int(self, "chunk_length", self.chunk_length, self.base.queries)
+        if self.chunk_length % self.base.queries:
             raise PlanError(
-                f"CompactAttention: chunk must be a multiple of the {self.base.queries} queries of a block, got "
-                f"{self.chunk}"
+                f"CompactAttention: chunk_length must be a multiple of the {self.base.queries} queries of a block, got "
+                f"{self.chunk_length}"
             )
 
     @property
@@ -61,7 +61,7 @@ class CompactAttention(SparsePrefill, heads="own"):
 
     @property
     def shared(self) -> int:
-        return self.chunk // self.base.queries
+        return self.chunk_length // self.base.queries
 
     def acts_in(self, layer_idx: int, num_layers: int) -> bool:
         return self.base.acts_in(layer_idx, num_layers)
@@ -74,7 +74,7 @@ class CompactAttention(SparsePrefill, heads="own"):
         full = torch.zeros(grid.query_blocks, dtype=torch.bool, device=chosen.device)
         if ctx.ends and self.base.full:
             full[-self.base.full :] = True
-        together = self.chunk // self.base.queries
+        together = self.chunk_length // self.base.queries
         rest = -grid.query_blocks % together
         rows = F.pad(groups & ~full[:, None], (0, 0, 0, rest)).unflatten(2, (-1, together))
         table = rows.any(3, keepdim=True).expand_as(rows).flatten(2, 3)[:, :, : grid.query_blocks]
@@ -92,7 +92,7 @@ class CompactAttention(SparsePrefill, heads="own"):
 )
 def compact_attention(
     base: str = "flashprefill",
-    chunk: int = 2048,
+    chunk_length: int = 2048,
     block: int = 128,
     queries: int = 128,
     least: int = 1024,
@@ -107,4 +107,4 @@ def compact_attention(
         raise PlanError(
             f"compactattention: base must name a sparse prefill method such as flashprefill or xattention, got {base!r}"
         )
-    return Plan(prefill=CompactAttention(base=plan.prefill, chunk=chunk))
+    return Plan(prefill=CompactAttention(base=plan.prefill, chunk_length=chunk_length))

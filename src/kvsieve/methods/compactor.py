@@ -2,8 +2,8 @@
 
 Two scores, without the first `sinks` and the last `recent` entries, which stay. Leverage: keys before rotation,
 centred, times a Gaussian sketch of `sketch` columns, give X; an entry with row x gets x^T (X^T X + 0.01 I)^-1 x.
-Attention: chunks of `chunk` tokens attend to themselves without a causal mask and without the scale; an entry gets the
-mass of its chunk's queries, averaged over the group, times ||v||_2, then averaged with its two neighbours. Both become
+Attention: chunks of `chunk_length` tokens attend to themselves without a causal mask and without the scale; an entry
+gets the mass of its chunk's queries, averaged over the group, times ||v||_2, then averaged with its two neighbours. Both become
 z-scores over all entries and heads of a layer; the score is z(attention) + blending z(leverage). The default blending
 is the share of entries dropped.
 
@@ -48,14 +48,14 @@ class Compactor(ScoredEvictor, needs=("rotary",), heads="all", query_aware=False
     """Keep the entries with the largest leverage of keys and non-causal attention in chunks.
 
     parts: "both", or one score alone: "leverage" or "attention". blending: weight of leverage against attention, at
-    least 0; None for the share of entries dropped. sketch: columns of the sketch of keys. chunk: tokens that attend to
-    each other. sinks, recent: first and last tokens that stay.
+    least 0; None for the share of entries dropped. sketch: columns of the sketch of keys. chunk_length: tokens that
+    attend to each other. sinks, recent: first and last tokens that stay.
     """
 
     parts: Literal["both", "leverage", "attention"] = "both"
     blending: float | None = None
     sketch: int = 48
-    chunk: int = 256
+    chunk_length: int = 256
     sinks: int = 8
     recent: int = 4
 
@@ -63,7 +63,7 @@ class Compactor(ScoredEvictor, needs=("rotary",), heads="all", query_aware=False
         if self.blending is not None and not 0 <= self.blending < math.inf:
             raise PlanError(f"Compactor: blending must be at least 0, or None; got {self.blending!r}")
         check_int(self, "sketch", self.sketch, 1)
-        check_int(self, "chunk", self.chunk, 1, most=1 << 14)
+        check_int(self, "chunk_length", self.chunk_length, 1, most=1 << 14)
         check_int(self, "sinks", self.sinks, 0)
         check_int(self, "recent", self.recent, 0)
         super().__post_init__()
@@ -87,7 +87,7 @@ class Compactor(ScoredEvictor, needs=("rotary",), heads="all", query_aware=False
 
     def observe(self, ctx: LayerContext) -> None:
         if not skips(self.skip_layers, ctx) and ctx.step.phase == "prefill":
-            ChunkedMass(ctx.state, self.chunk).add(ctx, self.sinks, self.recent)
+            ChunkedMass(ctx.state, self.chunk_length).add(ctx, self.sinks, self.recent)
 
     def forget(self, ctx: LayerContext, selection: Selection) -> None:
         slots = selection.indices.expand(-1, ctx.keys.shape[1], -1)
@@ -114,7 +114,7 @@ class Compactor(ScoredEvictor, needs=("rotary",), heads="all", query_aware=False
         return torch.tensor(shares, dtype=like.dtype).to(like.device, non_blocking=True)[:, None, None]
 
     def _attention(self, ctx: LayerContext, counted: Tensor) -> Tensor:
-        received = ChunkedMass(ctx.state, self.chunk)
+        received = ChunkedMass(ctx.state, self.chunk_length)
         if "mass" not in ctx.state:
             received.add(ctx, self.sinks, self.recent)
         received.finish(self.recent)
