@@ -1266,7 +1266,7 @@ def plan(
     answer: Budget | str | int | float = ...,
     recent: int = ...,
     strategy: Literal["slide", "adaptive", "discontinuous"] = ...,
-    delta: int = ...,
+    interval: int = ...,
     floor: int = ...,
     paper: bool = ...,
     codec: Codec | str | None = ...,

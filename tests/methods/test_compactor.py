@@ -199,7 +199,7 @@ def test_a_wrapper_may_have_it_as_base():
         ({"blending": math.nan}, "blending"),
         ({"parts": "value"}, "parts"),
         ({"sketch": 0}, "sketch"),
-        ({"chunk": 0}, "chunk"),
+        ({"chunk_length": 0}, "chunk"),
         ({"budget": 12}, "8 sinks, 4 recent entries and one more"),
     ],
 )

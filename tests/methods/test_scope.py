@@ -63,7 +63,9 @@ def test_equals_the_slow_reference(groups):
 )
 def test_strategies_on_a_model(model, strategy, sizes):
     ids = tiny_prompt(1, 40, seed=5)
-    plan = kvsieve.Plan(evict=Scope(base=SnapKV(budget=20, window=5), answer=6, recent=4, strategy=strategy, delta=5))
+    plan = kvsieve.Plan(
+        evict=Scope(base=SnapKV(budget=20, window=5), answer=6, recent=4, strategy=strategy, interval=5)
+    )
     found = []
     with kvsieve.attach(model, plan) as sieve:
         cache = sieve.new_cache()
@@ -103,7 +105,7 @@ def test_bases_that_act_otherwise_are_refused(base):
         {"answer": 256},
         {"answer": "64MiB"},
         {"recent": 0},
-        {"delta": 0},
+        {"interval": 0},
         {"strategy": "jump"},
         {"base": "fastkv"},
         {"base": "h2o"},

@@ -3,9 +3,9 @@
 Two scores, without the first `sinks` and the last `recent` entries, which stay. Leverage: keys before rotation,
 centred, times a Gaussian sketch of `sketch` columns, give X; an entry with row x gets x^T (X^T X + 0.01 I)^-1 x.
 Attention: chunks of `chunk_length` tokens attend to themselves without a causal mask and without the scale; an entry
-gets the mass of its chunk's queries, averaged over the group, times ||v||_2, then averaged with its two neighbours. Both become
-z-scores over all entries and heads of a layer; the score is z(attention) + blending z(leverage). The default blending
-is the share of entries dropped.
+gets the mass of its chunk's queries, averaged over the group, times ||v||_2, then averaged with its two neighbours.
+Both become z-scores over all entries and heads of a layer; the score is z(attention) + blending z(leverage). The
+default blending is the share of entries dropped.
 
 Differences from the reference: one fixed sketch for all heads and layers, none if it is as wide as the keys; z-scores
 of each row of a batch by itself; the Gram matrix in float64; chunks of queries are counted over passes, from the first

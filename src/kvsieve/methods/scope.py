@@ -5,11 +5,11 @@ entries then stay. Of the answer, the `recent` newest entries stay, and of its o
 from the newest query (softmax over all entries, group mean). Strategies:
 
 - "slide": `answer` entries in all, chosen after every token.
-- "adaptive": `recent` entries, and one more for each `delta` generated tokens.
-- "discontinuous": as "adaptive", chosen after every `delta` tokens only.
+- "adaptive": `recent` entries, and one more for each `interval` generated tokens.
+- "discontinuous": as "adaptive", chosen after every `interval` tokens only.
 
 Differences from the reference: one set per KV head, where the original has one per query head; "discontinuous" counts
-its `delta` tokens from the prompt's end instead of from the last choice on, with a pass in between.
+its `interval` tokens from the prompt's end instead of from the last choice on, with a pass in between.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Scope(DelegatingEvictor, heads="own", query_aware=True):
     """Compress the prompt once by `base`, and bound the answer by a budget of its own.
 
     base: acts at the end of prompts only. answer: entries of the answer under "slide"; a number, or a share of its
-    tokens so far. recent: newest entries of the answer, always kept. strategy, delta: see the module.
+    tokens so far. recent: newest entries of the answer, always kept. strategy, interval: see the module.
     """
 
     answer: Budget = Budget(tokens=1024)
     recent: int = 256
     strategy: Strategy = "slide"
-    delta: int = 15
+    interval: int = 15
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,14 +52,14 @@ class Scope(DelegatingEvictor, heads="own", query_aware=True):
                 f"Scope: base must evict at the end of prompts only, such as SnapKV(budget=0.2), got {self.base!r}"
             )
         check_int(self, "recent", self.recent, 1)
-        check_int(self, "delta", self.delta, 1)
+        check_int(self, "interval", self.interval, 1)
         object.__setattr__(self, "answer", Budget.parse(self.answer))
         self.answer.refuse_bytes("Scope", "answer", "an answer's length is not known in advance")
         self.answer.refuse_fewer(self.recent + 1, "Scope", f"{self.recent} recent ones and one more", "answer")
 
     @property
     def when(self) -> When:
-        return When(steps=self.delta if self.strategy == "discontinuous" else 1)
+        return When(steps=self.interval if self.strategy == "discontinuous" else 1)
 
     def rhythm(self, prompt: int) -> tuple[int, int] | None:
         return Evictor.rhythm(self, prompt)
@@ -71,7 +71,7 @@ class Scope(DelegatingEvictor, heads="own", query_aware=True):
     def answer_entries(self, generated: int, prompt: int, budget: int) -> int:
         if self.strategy == "slide":
             return self.answer.entries(generated, self.recent + 1)
-        return self.recent + (generated - 1) // self.delta
+        return self.recent + (generated - 1) // self.interval
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | dict[int, Selection] | None:
         if ctx.step.phase == "prefill":
@@ -102,12 +102,12 @@ def scope(
     answer: Budget | str | int | float = 1024,
     recent: int = 256,
     strategy: Strategy = "slide",
-    delta: int = 15,
+    interval: int = 15,
 ) -> Plan:
     """Compress the prompt once by another method, `base`, and bound the answer by a budget of its own."""
     plan = plan_without_floor(base, budget=budget)
     if plan.roles != ("evict",) or plan.evict is None:
         raise PlanError(f"scope: base must name a method that only evicts, e.g. snapkv; got {base!r}")
     return Plan(
-        evict=Scope(base=plan.evict, answer=Budget.parse(answer), recent=recent, strategy=strategy, delta=delta)
+        evict=Scope(base=plan.evict, answer=Budget.parse(answer), recent=recent, strategy=strategy, interval=interval)
     )
