@@ -39,6 +39,7 @@ WRITERS = {
     "reading/*.json": "speed/reading_cost.py",
     "serve*.json": "speed/serve.py",
     "serve_clients.json": "speed/serve_against.py",
+    "shared_choice_*.json": "speed/shared_choice.py",
     "structured.json": "speed/structured.py",
     "sparse_prompts*.json": "answers/sparse_prompts.py",
     "store.json": "speed/store.py",
@@ -47,6 +48,7 @@ WRITERS = {
     "toys_*.json": "toys/train.py",
     "vllm.json": "speed/vllm_plugin.py",
     "vllm_gpu.json": "speed/vllm_plugin.py",
+    "weighted_*.json": "speed/weighted.py",
     "weights_*.json": "speed/weights.py",
 }
 MODELS = json.loads((ROOT / "benchmarks" / "models.json").read_text())
