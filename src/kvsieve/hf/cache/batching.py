@@ -60,6 +60,7 @@ def stack(caches: Sequence[SieveCache], reserve: int = 0) -> SieveCache:
     ids = [cache.conversation.ids for cache in caches]
     known = [part[:, : first.num_seen] for part in ids if part is not None]
     conversation.ids = torch.cat(known) if len(known) == len(ids) else None
+    conversation.note_approximate(rule for cache in caches for rule in cache.conversation.approximate)
     for low, high in (cache.conversation.tables for cache in caches if cache.conversation.tables is not None):
         conversation.note_tables(low)
         conversation.note_tables(high)

@@ -14,7 +14,7 @@ from kvsieve.errors import CacheStateError
 from kvsieve.hf.cache.counts import Passes, PromptBlocks, Reads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from kvsieve.hf.cache.row_ends import RowEnds
     from kvsieve.hf.cache.short_prompt import ShortPrompt
@@ -157,6 +157,8 @@ class Conversation:
         propagated: places where tokens were dropped between layers, in order.
         acted: (start, end) columns of the prompts that the plan has acted on, in order.
         tables: minimum and maximum length of the rotary tables used so far; None if tables do not depend on it.
+        approximate: rules by which entries are approximate, such as "edit:window=64", sorted, each once; () if all are
+            those of a prefill.
         turn: the turn in progress, or the last one.
     """
 
@@ -173,6 +175,7 @@ class Conversation:
     propagated: tuple[PropagatedTokens, ...] = ()
     acted: tuple[tuple[int, int], ...] = ()
     tables: tuple[int, int] | None = None
+    approximate: tuple[str, ...] = ()
     turn: Turn = field(default_factory=Turn)
 
     @property
@@ -215,6 +218,10 @@ class Conversation:
         """Record a length of rotary tables."""
         low, high = self.tables or (length, length)
         self.tables = min(low, length), max(high, length)
+
+    def note_approximate(self, rules: Iterable[str]) -> None:
+        """Record rules by which entries are approximate from now on."""
+        self.approximate = tuple(sorted({*self.approximate, *rules}))
 
     def begin_question(self, tokens: int) -> None:
         """Let the next pass continue the turn's prompt with `tokens` last ones that the plan does not reduce."""

@@ -134,23 +134,25 @@ class Editor:
         layout = Arrangement.of(self.ids[0].cpu()).rewritten(pieces)
         if not len(layout.ids):
             raise InputError("the edit removes every token of the conversation; take a new cache instead")
+        if layout.is_unchanged:
+            return Edited(self.ids, layout.before, 0, 0)
         _check_protected(cache, layout)
         runs = layout.runs(self.window)
+        reread = sum(end - start for start, end in runs)
+        moved = len(layout.ids) - layout.first - reread
+        # Tokens that a plan has dropped stay dropped, whatever is prefilled again.
+        is_exact = not moved and not model.plan.roles
         before = cache.snapshot()
         with undone_on_failure(cache):
             try:
                 with closing():
                     _rewrite(model, cache, layout, runs)
+                if not is_exact:
+                    cache.conversation.note_approximate([f"edit:window={self.window}"])
             except BaseException:
                 cache.rollback(before)
                 raise
         self.ids = layout.ids[None].to(self.ids.device)
-        reread = sum(end - start for start, end in runs)
-        again = torch.zeros(len(layout.ids), dtype=torch.bool)
-        for start, end in runs:
-            again[start:end] = True
-        after = torch.arange(len(layout.ids)) >= layout.first
-        moved = int((after & ~again).sum())
         return Edited(self.ids, len(layout.ids) - reread, moved, reread)
 
 
@@ -221,6 +223,8 @@ def _rewrite(model: AttachedModel, cache: SieveCache, layout: Arrangement, runs:
     turn = cache.conversation.turn
     known = cache.conversation.ids
     cache.touch()
+    # A new conversation for a store, which knows entries of the one before.
+    cache.conversation = cache.conversation.copy()
     cache.conversation.turn = dataclasses.replace(
         turn, reading=True, acts=False, deferred=[], record=TurnRecord(reduced=False)
     )

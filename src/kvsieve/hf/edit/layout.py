@@ -55,6 +55,11 @@ class Arrangement:
         changed = (self.source != torch.arange(len(self.source))).nonzero()
         return int(changed[0]) if len(changed) else len(self.source)
 
+    @property
+    def is_unchanged(self) -> bool:
+        """True if the edit changes nothing."""
+        return self.first == len(self.source) == self.before
+
     def runs(self, window: Window) -> list[tuple[int, int]]:
         """Return the columns to prefill, as half-open spans: new tokens, and `window` after every seam."""
         size = len(self.source)

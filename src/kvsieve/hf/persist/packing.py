@@ -111,7 +111,7 @@ def unpacked(value: Any, tensors: dict[str, Tensor], device: torch.device, readi
     facts = {**parts, "plan": reading} if kind == "ShortPrompt" else parts
     fields = {field.name: field for field in dataclasses.fields(_RECORDS[kind])}
     later = {
-        "Conversation": {"acted", "tables", "ends", "position_shift", "ids"},
+        "Conversation": {"acted", "tables", "ends", "position_shift", "ids", "approximate"},
         "Turn": {"length"},
         "TurnRecord": {"blocks", "reread"},
     }.get(kind, set())
