@@ -257,6 +257,7 @@ def _running(sieve: Sieve, hidden: bool, leaving: Sequence[int], any_plan: bool)
             )
         handles = hooks.install(sieve, hidden=hidden, leaving=leaving, any_plan=any_plan)
         sieve.engine.install(handle.id for handle in handles)
+        sieve.any_plan = any_plan
         sieve.attached = True
         model.generate = with_stats(sieve, sieve.own_generate, functools.partial(setattr, sieve, "last_stats"))
         _log.info("attached %r", sieve)

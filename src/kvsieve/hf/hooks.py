@@ -84,16 +84,15 @@ def install(model: AttachedModel, *, hidden: bool, leaving: Sequence[int] = (), 
     ]
     if hidden or any_plan:
         handles += [layer.register_forward_pre_hook(_note_hidden, with_kwargs=True) for layer in layers]
-    if plan.propagate is not None or leaving or any_plan:
-        handles += [part.register_forward_hook(_note_made) for part in _outside(model)]
     for index in leaving:
         hook = functools.partial(_tell_leaving, index, _arguments_of(layers[index]))
         handles.append(layers[index].register_forward_hook(hook, with_kwargs=True))
     if any_plan:
-        handles += _propagation_hooks(model, layers, 0)
+        handles += propagation_hooks(model, 0)
     elif plan.propagate is not None:
-        source = plan.propagate.first_layer(model.num_layers, model.context.layers)
-        handles += _propagation_hooks(model, layers, source)
+        handles += propagation_hooks(model, plan.propagate.first_layer(model.num_layers, model.context.layers))
+    elif leaving:
+        handles += _argument_hooks(model)
     return handles
 
 
@@ -165,9 +164,15 @@ def _with_images(session: passes.Session, kwargs: dict[str, Any]) -> dict[str, A
     return {**kwargs, "input_ids": None, **embedded.part(start, count)}
 
 
-def _propagation_hooks(model: AttachedModel, layers: list[nn.Module], source: int) -> list[Any]:
-    """Register hooks on the layers from `source` on, the first that may drop tokens."""
-    handles: list[Any] = []
+def propagation_hooks(model: AttachedModel, source: int) -> list[Any]:
+    """Register the hooks of prefills under a propagator, and return their handles.
+
+    Args:
+        model: the attached model, without such hooks.
+        source: first layer after which tokens may be dropped; -1 for before the first layer.
+    """
+    layers = model.layers
+    handles = _argument_hooks(model)
     if source < 0:
         bound = functools.partial(_enter_first, _arguments_of(layers[0]))
         handles.append(layers[0].register_forward_pre_hook(bound, with_kwargs=True))
@@ -180,6 +185,11 @@ def _propagation_hooks(model: AttachedModel, layers: list[nn.Module], source: in
         # Older decoders give their output the shape of their input.
         handles.append(layers[-1].register_forward_hook(_widen))
     return handles
+
+
+def _argument_hooks(model: AttachedModel) -> list[Any]:
+    """Register hooks that record the layers' per-token arguments."""
+    return [part.register_forward_hook(_note_made) for part in _outside(model)]
 
 
 def _outside(model: AttachedModel) -> list[nn.Module]:

@@ -68,6 +68,7 @@ class AttachedModel(Unpicklable):
         facts: facts about the model for evictors.
         engine: computes the tokens after a prompt.
         attached: True while the `with` block runs.
+        any_plan: True if prompts may be prefilled under other plans as well, with propagators of their own.
         tokenizer: the model's, or None.
         drafter: the model that chooses a prompt's tokens, for plans that draft.
         open_draft: attaches an empty plan to a model that drafts answers, until this one's block ends.
@@ -79,6 +80,7 @@ class AttachedModel(Unpicklable):
         self.model = model
         self.plan = plan
         self.attached = False
+        self.any_plan = False
         self.tokenizer: Any = None
         self.drafter: DraftModel | None = None
         self.open_draft: Callable[[Any], AttachedModel]

@@ -12,6 +12,7 @@ from kvsieve.hf.forward.tentative import Transaction
 from kvsieve.types import ALONE, LayerContext, ModelFacts, Ranks, Selection
 
 if TYPE_CHECKING:
+    from kvsieve.cache import DenseStore
     from kvsieve.hf.model.tables import RotaryTables
     from kvsieve.planning.plans import Plan
 
@@ -32,7 +33,8 @@ class PassRequest:
         on_layer: called in each layer, after its attention and before the plan acts, with all queries of the pass. Its
             result stays stored there; None keeps everything.
         before_attention: as `on_layer`, but called before the attention of a prompt's pass, with its entries stored:
-            the pass attends to the result.
+            the pass attends to the result. A store as the result replaces the layer's: one row's real entries of the
+            same columns in every head, ascending, of which each query sees those of columns up to its own.
         on_leave: called with a layer's index and this pass's data that would wait there for a propagator that acts at
             the end of the prompt; for the layers named to `attached`.
         chunk: tokens of each of the leading chunks that the pass covers; None for a single chunk.
@@ -43,7 +45,7 @@ class PassRequest:
     phase: Literal["prefill", "decode"] | None = None
     last_chunk: bool = True
     on_layer: Callable[[LayerContext], Selection | None] | None = None
-    before_attention: Callable[[LayerContext], Selection | None] | None = None
+    before_attention: Callable[[LayerContext], Selection | DenseStore | None] | None = None
     on_leave: Callable[[int, tuple[Tensor, ...]], None] | None = None
     chunk: int | None = None
     tentative: bool = False

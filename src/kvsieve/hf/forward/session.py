@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsieve.cache import keep
+from kvsieve.cache import DenseStore, keep
 from kvsieve.core.checks import gathered, look
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
+from kvsieve.hf.forward.by_column import attend_by_column
 from kvsieve.hf.forward.compact import columns_of
 from kvsieve.hf.forward.drafted import choose_drafted
 from kvsieve.hf.forward.encode import decode_before, encode_after
@@ -77,10 +78,12 @@ class Session(PassState):
         else:
             store.append(key, value, tokens.token_index, tokens.valid, tokens.counts, room)
             with gathered(self.checks):
-                if self.request.before_attention is not None:
-                    self._keep(layer, self.request.before_attention(self._context(index, layer, asked)))
+                placed = self._before_attention(index, layer, asked)
+                if placed is None:
                     store = layer.store
-                out = attend_stored(self.plan.prefill, self.cache.turn, step, where, asked, store, self.shared)
+                    out = attend_stored(self.plan.prefill, self.cache.turn, step, where, asked, store, self.shared)
+                else:
+                    out = attend_by_column(asked, placed, tokens.token_index[0])
         changes = reduces or codec is not None or self.request.on_layer is not None
         self.lend(index, layer, model_key, changes=changes)
         self._show(index, layer, asked, out)
@@ -126,6 +129,17 @@ class Session(PassState):
             layer.store.append(key[:, :, one], value[:, :, one], token.token_index, token.valid, token.counts, room)
             outs.append(read_token(*arguments, asked.stored.part(one), self.sharing(index, at)))
         return asked.output(torch.cat(outs, 2))
+
+    def _before_attention(self, index: int, layer: SieveLayer, asked: AttentionQueries) -> DenseStore | None:
+        """Let the driver change a layer's entries; return its store of them by column, if it gives one."""
+        if self.request.before_attention is None:
+            return None
+        found = self.request.before_attention(self._context(index, layer, asked))
+        if found is None or isinstance(found, Selection):
+            self._keep(layer, found)
+            return None
+        layer.store = found
+        return found
 
     def _show(self, index: int, layer: SieveLayer, asked: AttentionQueries, out: Tensor) -> None:
         """Pass the layer, with all queries of the pass, to the driver and to an observing evictor."""
