@@ -1,0 +1,74 @@
+"""Tables of edited and joined caches, from benchmarks/answers/edits.py and joins.py; empty before they have run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.evidence import MODELS, RESULTS, described
+from benchmarks.toys.tables import markdown
+
+# Sets of documents of joins.py in words.
+SETS = {"natural": "natural questions, word F1", "generated": "generated documents, right answers"}
+
+
+def edits_table(file: Path = RESULTS / "edits.json") -> str:
+    """Return a row per plan and window."""
+    if not file.exists():
+        return ""
+    report = json.loads(file.read_text())
+    rows = report["summary"]
+    lines = [
+        [
+            f"`{row['plan']}`",
+            str(row["window"]),
+            f"{row['reused']:.1%}",
+            f"{row['ratio']:.3f}",
+            f"{row['equal']:.1%}",
+            f"{row['kl']:.4f}",
+            str(row["turns"]),
+        ]
+        for row in rows
+    ]
+    head = ["plan", "window", "reused", "first token over anew", "same answers", "KL", "turns"]
+    said = (
+        f"{_where(report)}; prompts of {rows[0]['prompt']:,.0f} tokens (median), answers of {report['answer']} tokens "
+        "(`python benchmarks/answers/edits.py`):"
+    )
+    return f"{said}\n\n{markdown(head, lines)}"
+
+
+def joins_table(file: Path = RESULTS / "joins.json") -> str:
+    """Return a table per set of documents, with a row per plan and kind."""
+    if not file.exists():
+        return ""
+    report = json.loads(file.read_text())
+    parts = [f"{_where(report)} (`python benchmarks/answers/joins.py`)."]
+    head = ["plan", "join", "score", "of full", "first token over full", "KL", "same answers"]
+    for name, title in SETS.items():
+        rows = [row for row in report["summary"] if row["set"] == name]
+        if not rows:
+            continue
+        lines = [
+            [
+                f"`{row['plan']}`",
+                f"`{row['kind']}`",
+                f"{row['score']:.3f}",
+                "" if row["of_full"] is None else f"{row['of_full']:.0%}",
+                f"{row['ratio']:.3f}",
+                f"{row['kl']:.3f}",
+                f"{row['same']:.0%}",
+            ]
+            for row in rows
+        ]
+        tokens = next(row["tokens"] for row in rows if row["kind"] == "full")
+        parts.append(f"{rows[0]['questions']} {title}, {tokens:,} tokens (median):\n\n{markdown(head, lines)}")
+    return "\n\n".join(parts)
+
+
+def _where(report: dict[str, Any]) -> str:
+    stamp = report["environments"][-1]
+    name = report["model"]
+    model = described(name) if name in MODELS else name
+    return f"{model} in {report['dtype']} on {stamp['processor']}, {stamp['threads']} threads"
