@@ -29,6 +29,8 @@ SYSTEM = (
     "You are an agent that explains the source code of Python's standard library. Use the tools to look at the files "
     "before you answer. Call one tool at a time. Answer with facts that you have seen, and name their lines."
 )
+# Words of the documentation in the system prompt, as agents have notes on their project.
+NOTES = 700
 CLEARED = "[cleared; call the tool again to see its result]"
 # Turns of one request: four calls of tools, and an answer.
 TURNS = 5
@@ -36,9 +38,9 @@ TURNS = 5
 LINES, WIDTH = 34, 100
 
 
-def _tool(name: str, text: str, **arguments: str) -> dict[str, Any]:
+def _tool(name: str, description: str, **arguments: str) -> dict[str, Any]:
     schema = {"type": "object", "properties": {key: {"type": kind} for key, kind in arguments.items()}}
-    function = {"name": name, "description": text, "parameters": {**schema, "required": [*arguments]}}
+    function = {"name": name, "description": description, "parameters": {**schema, "required": [*arguments]}}
     return {"type": "function", "function": function}
 
 
@@ -201,7 +203,8 @@ def turns_of(steps: list[Step], tokenizer: Any, kept: int) -> Iterator[Turn]:
 
 def _messages(steps: list[Step], kept: int) -> list[dict[str, Any]]:
     """Return the messages of earlier turns as the next prompt has them."""
-    messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
+    notes = "".join(passage(load_haystack("topics"), 0, NOTES)).strip()
+    messages: list[dict[str, Any]] = [{"role": "system", "content": f"{SYSTEM}\n\n{notes}"}]
     results = [at for at, step in enumerate(steps) if step.result is not None]
     shown = set(results[-kept:])
     for at, step in enumerate(steps):

@@ -21,9 +21,9 @@ import torch
 
 from kvsieve.lab.tasks.haystack import hide, load_haystack, passage
 from kvsieve.lab.tasks.leval import leval
-from kvsieve.lab.tasks.metrics import contains
 from kvsieve.lab.tasks.prompter import Prompter
 from kvsieve.lab.tasks.samples import QuestionAnswer
+from kvsieve.lab.tasks.scoring import match_all
 from kvsieve.lab.tasks.words import FIRST_NAMES, LAST_NAMES, NOUNS, TOWNS
 from kvsieve.planning.turns import escaped, render, token_ids
 
@@ -141,11 +141,12 @@ def generated(number: int, count: int = COUNT) -> DocumentSet:
     ]
     questions = []
     for at in draw.sample(range(half), 4):
-        one = len(questions) % 2 == 0
-        house = f"the director of the {houses[at]} museum in {towns[at]}"
-        ask = f"Who is {house}?" if one else f"In which year was {people[at]}, {house}, born?"
-        answer = people[at] if one else str(years[at])
-        questions.append(QuestionAnswer(f"{ask} Answer in one short sentence.", (answer,), contains, 24))
+        ask = f"Who is the director of the {houses[at]} museum in {towns[at]}"
+        answers: tuple[str, ...] = (people[at],)
+        if len(questions) % 2:
+            ask = f"{ask}, and in which year was that person born"
+            answers += (str(years[at]),)
+        questions.append(QuestionAnswer(f"{ask}? Answer in one short sentence.", answers, match_all, 32))
     return DocumentSet("generated", tuple(documents), tuple(questions))
 
 

@@ -32,6 +32,7 @@ def model(tokenizer):
 def short(monkeypatch):
     """Results of tools have few lines, since a token is a byte."""
     monkeypatch.setattr(agent_traces, "LINES", 4)
+    monkeypatch.setattr(agent_traces, "NOTES", 20)
 
 
 def turns(tokenizer, count):
@@ -69,7 +70,7 @@ def test_prompts_strip_reasoning_and_clear_results(tokenizer, short):
             known = turn.prompt[0, : turn.known]
             conversation = torch.cat([before.prompt, before.reply], 1)[0]
             new = [piece for piece in pieces_between(conversation, known) if isinstance(piece, torch.Tensor)]
-            assert sum(map(len, new)) <= len(agent_traces.CLEARED)
+            assert sum(map(len, new)) <= len(agent_traces.CLEARED) + 8
             assert tokenizer.decode(turn.prompt[0, turn.known :]).startswith("<|im_end|>")
         before = turn
     assert found[0].known == 0
@@ -124,10 +125,12 @@ def test_generated_documents_have_the_answers():
     assert one == document_sets.generated(0) and one != document_sets.generated(1)
     assert len(one.documents) == document_sets.COUNT and len(one.questions) == 4
     for number, turn in enumerate(one.questions):
-        (answer,) = turn.answers
-        holders = [text for text in one.documents if answer in text]
-        assert len(holders) == 2 - number % 2
-        assert turn.score(f"It is {answer}.", turn.answers)["score"] == 1
+        assert len(turn.answers) == 1 + number % 2
+        assert all(any(answer in text for text in one.documents) for answer in turn.answers)
+        assert turn.score(f"It is {' in '.join(turn.answers)}.", turn.answers)["score"] == 1
+        if number % 2:
+            person, year = turn.answers
+            assert not any(year in text for text in one.documents if person not in text)
     for text in one.documents:
         assert text.startswith("Document: ") and 400 < len(text) < 1500
 
@@ -143,7 +146,7 @@ def test_passages_of_an_article_are_those_of_its_questions(tmp_path, tokenizer):
         "evaluation": "f1",
     }
     (tmp_path / "natural_question.jsonl").write_text(json.dumps(row) + "\n")
-    parts = document_sets.passages(row["input"], 100)
+    parts = document_sets.passages(row["input"], 80)
     assert len(parts) == 31 and not any("<" in part for part in parts)
     assert document_sets.closest(parts, row["instructions"], 2) == [parts[4], parts[28]]
     (one,) = document_sets.natural(str(tmp_path), tokenizer, 3)
