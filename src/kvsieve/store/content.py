@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.records import Conversation, Turn
-from kvsieve.hf.persist.packing import Packer
+from kvsieve.hf.persist.packing import Packer, unpacked
 from kvsieve.hf.persist.saved import made_cache, packed_cache
 from kvsieve.hf.runtime import AttachedModel
 
@@ -202,6 +202,9 @@ def beginning(content: StoredCache, model: AttachedModel, tokens: int, finished:
     """
     turn = Turn(prompt_end=tokens, reading=not finished)
     conversation = Conversation(tokens, 1, turn=turn)
+    edits = dict(content.facts["cache"]["Conversation"]["dict"]).get("edits")
+    if edits is not None:
+        conversation.edits = unpacked(edits, {}, torch.device("cpu"), model.plan).up_to(tokens)
     if finished:
         conversation.prompt_lengths = (tokens,)
         conversation.acted = ((0, tokens),)
@@ -226,6 +229,7 @@ def _cut(part: Any, tokens: int) -> Any:
 
 def _made(facts: dict[str, Any], tensors: dict[str, Tensor], model: AttachedModel) -> SieveCache:
     cache = made_cache({**facts, "ids": None, "extra": {}}, tensors, model).cache
+    cache.conversation.edits = cache.conversation.edits.without_counts()
     layer: Any
     for layer in cache.all_layers:
         if layer.memory is not None:

@@ -61,6 +61,7 @@ def stack(caches: Sequence[SieveCache], reserve: int = 0) -> SieveCache:
     known = [part[:, : first.num_seen] for part in ids if part is not None]
     conversation.ids = torch.cat(known) if len(known) == len(ids) else None
     conversation.note_approximate(rule for cache in caches for rule in cache.conversation.approximate)
+    conversation.edits = max((cache.conversation.edits for cache in caches), key=lambda edits: edits.share(edits.seen))
     for low, high in (cache.conversation.tables for cache in caches if cache.conversation.tables is not None):
         conversation.note_tables(low)
         conversation.note_tables(high)

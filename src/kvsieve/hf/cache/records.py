@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvsieve.errors import CacheStateError
 from kvsieve.hf.cache.counts import Passes, PromptBlocks, Reads
+from kvsieve.hf.cache.edits import EditRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -159,6 +160,7 @@ class Conversation:
         tables: minimum and maximum length of the rotary tables used so far; None if tables do not depend on it.
         approximate: rules by which entries are approximate, such as "edit:window=64", sorted, each once; () if all are
             those of a prefill.
+        edits: columns of these entries, and counts of the last edit.
         turn: the turn in progress, or the last one.
     """
 
@@ -176,6 +178,7 @@ class Conversation:
     acted: tuple[tuple[int, int], ...] = ()
     tables: tuple[int, int] | None = None
     approximate: tuple[str, ...] = ()
+    edits: EditRecord = field(default_factory=EditRecord)
     turn: Turn = field(default_factory=Turn)
 
     @property
@@ -238,6 +241,7 @@ class Conversation:
             device: of a new mask.
         """
         most = max(counts)
+        self.edits = self.edits.up_to(start + most)
         mask = self.mask
         if mask is None and min(counts) == most:
             return

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvsieve.hf.cache.snapshot import Snapshot
 from kvsieve.hf.drafts.drafter import DraftCounts
+from kvsieve.hf.generate.edited import EditedEntries
 from kvsieve.hf.generate.stats import Decoding, Stats, Storage, Traffic
 from kvsieve.planning.turns import Message
 
@@ -97,5 +98,6 @@ def _text(value: Any) -> str:
 
 def _stats(data: dict[str, Any]) -> Stats:
     """Return the inverse of Stats.to_dict."""
-    parts: dict[str, Any] = {"traffic": Traffic, "storage": Storage, "decoding": Decoding, "drafts": DraftCounts}
+    parts: dict[str, Any] = {"traffic": Traffic, "storage": Storage, "decoding": Decoding}
+    parts |= {"drafts": DraftCounts, "edited": EditedEntries}
     return Stats(**{name: parts[name](**part) if part and name in parts else part for name, part in data.items()})

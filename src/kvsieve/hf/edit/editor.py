@@ -147,6 +147,8 @@ class Editor:
             try:
                 with closing():
                     _rewrite(model, cache, layout, runs)
+                edits = cache.conversation.edits
+                cache.conversation.edits = edits.edited(layout.source, layout.before, layout.first, runs)
                 if not is_exact:
                     cache.conversation.note_approximate([f"edit:window={self.window}"])
             except BaseException:

@@ -13,6 +13,7 @@ from kvsieve.hf.decode.engine import Engine
 from kvsieve.hf.drafts.drafter import DraftCounts
 from kvsieve.hf.generate.acted import codec_text, entries_after_prompt, executors_of, prompt_blocks, what_ran
 from kvsieve.hf.generate.drafted import DraftedAnswer
+from kvsieve.hf.generate.edited import EditedEntries, edited_entries
 from kvsieve.hf.kinds import describe_kinds
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.report.display import html_table, mebibytes, percent
@@ -120,6 +121,7 @@ class Stats:
         prompt_recall: share of the attention of sampled queries (one in 1024) in these blocks.
         executors: executors of attention to the "prompt" and of the "answer", with the number of layers.
         drafts: counts of drafted tokens; None without drafts.
+        edited: entries that edits or a join left in the prompt; None without.
     """
 
     method: str
@@ -146,6 +148,7 @@ class Stats:
     prompt_recall: float | None = None
     executors: dict[str, dict[str, int]] = field(default_factory=dict)
     drafts: DraftCounts | None = None
+    edited: EditedEntries | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -178,8 +181,8 @@ class Stats:
             ("time", seconds),
             ("answer", f"{self.new_tokens} tokens"),
         ]
-        if self.drafts is not None:
-            rows.append(("drafts", str(self.drafts)))
+        counts = (("drafts", self.drafts), ("edited", self.edited))
+        rows += [(name, str(count)) for name, count in counts if count is not None]
         return rows + [("note", f"note: {note}") for note in self.notes]
 
     def _prompt(self) -> str:
@@ -259,6 +262,7 @@ def stats_of(
         codec=codec_text(plan, cache),
         executors=executors_of(record),
         drafts=None if answer is None else answer.counts,
+        edited=edited_entries(cache),
         **prompt_blocks(plan, cache),
     )
 

@@ -12,6 +12,7 @@ from kvsieve.attention import Window
 from kvsieve.cache import View
 from kvsieve.errors import CacheFileError
 from kvsieve.hf.cache.counts import Passes, PromptBlocks, Reads
+from kvsieve.hf.cache.edits import EditRecord
 from kvsieve.hf.cache.records import Conversation, PropagatedTokens, Turn, TurnRecord
 from kvsieve.hf.cache.row_ends import RowEnds
 from kvsieve.hf.cache.short_prompt import ShortPrompt
@@ -26,6 +27,7 @@ _RECORDS: dict[str, Any] = {
         Conversation,
         Turn,
         TurnRecord,
+        EditRecord,
         PropagatedTokens,
         Reads,
         Passes,
@@ -111,7 +113,7 @@ def unpacked(value: Any, tensors: dict[str, Tensor], device: torch.device, readi
     facts = {**parts, "plan": reading} if kind == "ShortPrompt" else parts
     fields = {field.name: field for field in dataclasses.fields(_RECORDS[kind])}
     later = {
-        "Conversation": {"acted", "tables", "ends", "position_shift", "ids", "approximate"},
+        "Conversation": {"acted", "tables", "ends", "position_shift", "ids", "approximate", "edits"},
         "Turn": {"length"},
         "TurnRecord": {"blocks", "reread"},
     }.get(kind, set())
