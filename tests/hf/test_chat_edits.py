@@ -7,8 +7,9 @@ import torch
 
 import kvsieve
 from kvsieve.errors import InputError, UnsupportedOptionError
-from kvsieve.hf.chat.edits import without_reasoning
+from kvsieve.hf.chat.edits import CLEARED, stripped
 from toy_chats import chat_tokenizer
+from toy_words import word_tokenizer
 
 PLAIN = {"suppress_tokens": [0, 1, 2], "max_new_tokens": 9}
 
@@ -77,13 +78,112 @@ def test_reasoning_is_stripped():
         {"role": "assistant", "content": "begun within</think>then"},
         {"role": "assistant", "content": "none <think>open"},
     )
-    assert [message["content"] for message in without_reasoning(messages)] == [
+    assert [message["content"] for message in stripped(messages, True, None)] == [
         "a </think> b",
         "yes </think> no",
         "c",
         "then",
         "none <think>open",
     ]
+    assert stripped(messages, False, None) == messages
+
+
+def use_tools(sieve, tokenizer):
+    """A chat in which two of four messages are results of tools."""
+    chat = sieve.chat(tokenizer, **PLAIN)
+    for turn, role in enumerate(("user", "tool", "tool", "user")):
+        chat.ask(words(turn), role=role)
+    return chat
+
+
+def test_results_of_tools_are_written_as_the_template_writes_them(model, tokenizer):
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        chat = use_tools(sieve, tokenizer)
+        assert [message["role"] for message in chat.messages[::2]] == ["user", "tool", "tool", "user"]
+        assert chat.ids[0].tolist().count(tokenizer.convert_tokens_to_ids("w93")) == 2
+        chat = sieve.chat(tokenizer, retry=True, **PLAIN)
+        chat.ask("w1")
+        first = list(chat.stream("w5", role="tool"))
+        assert "".join(first) == chat.retry().text and chat.messages[2] == {"role": "tool", "content": "w5"}
+        chat.read("w6")
+        for role, reason in (("tool", "begun with read"), ("system", "role is 'user', or 'tool'")):
+            with pytest.raises(InputError, match=reason):
+                chat.ask("w7", role=role)
+        silent = word_tokenizer("{% for m in messages if m.role != 'tool' %}{{ m.content }} [EOS] {% endfor %}")
+        with pytest.raises(InputError, match="leaves out tool results"):
+            sieve.chat(silent, **PLAIN).ask("w7", role="tool")
+
+
+@pytest.mark.parametrize(("kept", "cleared"), [(0, [2, 4]), (1, [2, 4]), (2, [2]), (3, []), (9, [])])
+def test_results_of_tools_before_the_last_turns_are_cleared(model, tokenizer, kept, cleared):
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        chat = use_tools(sieve, tokenizer)
+        before = chat.messages
+        chat.strip(reasoning=False, tools_before=kept, window="all")
+        texts = [CLEARED if place in cleared else message["content"] for place, message in enumerate(before)]
+        assert [message["content"] for message in chat.messages] == texts
+        more = chat.ask(words(9))
+        whole = sieve.generate(chat.ids[:, : -len(more.tokens)], do_sample=False, pad_token_id=0, **PLAIN)
+        assert whole.sequences[0, -len(more.tokens) :].tolist() == more.tokens
+
+
+def test_a_result_as_short_as_its_placeholder_stays():
+    messages = ({"role": "tool", "content": "x" * len(CLEARED)}, {"role": "assistant", "content": "y"})
+    assert stripped(messages, True, 0) == messages
+    for turns in (-1, True, "1"):
+        with pytest.raises(InputError, match="number of last turns"):
+            stripped(messages, True, turns)
+
+
+def test_statistics_tell_the_share_of_approximate_entries_in_all_later_turns(model, tokenizer, tmp_path):
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        chat = talk(sieve, tokenizer)
+        assert chat.turns[-1].edited is None
+        before = chat.snapshot()
+        first = chat.replace(0, words(5, 3), window=4)
+        second = chat.remove(1, window=4)
+        moved = chat.cache.conversation.edits.spans
+        count = sum(end - start for start, end in moved)
+        assert 0 < count <= first.moved and chat.cache.conversation.approximate == ("edit:window=4",)
+        fork = chat.fork()
+        chat.save(tmp_path / "chat")
+        loaded = sieve.chat(tokenizer, load=tmp_path / "chat", **PLAIN)
+        for each in (chat, fork, loaded):
+            stats = each.ask(words(9)).stats
+            edited = stats.edited
+            assert edited.share == round(count / stats.prompt_tokens, 4) and edited.rules == ["edit:window=4"]
+            assert (edited.reused, edited.reread) == (second.reused, first.reread + second.reread)
+            assert str(edited) in str(stats)
+            stats = each.ask(words(8)).stats
+            assert stats.edited.share == round(count / stats.prompt_tokens, 4) < edited.share
+            assert (stats.edited.reused, stats.edited.reread) == (0, 0)
+        chat.save(tmp_path / "chat")
+        assert sieve.chat(tokenizer, load=tmp_path / "chat").turns == chat.turns
+        chat.rollback(before)
+        assert chat.ask("w1").stats.edited is None
+
+
+def test_an_exact_edit_is_told_once(model, tokenizer):
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        chat = talk(sieve, tokenizer)
+        done = chat.remove(0, window="all")
+        edited = chat.ask("w1").stats.edited
+        assert (edited.share, edited.reused, edited.reread, edited.rules) == (0.0, done.reused, done.reread, [])
+        assert str(edited).startswith("exact") and chat.ask("w2").stats.edited is None
+
+
+def test_tokens_prefilled_again_are_exact_no_more_and_no_less(model):
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        ids = torch.arange(3, 43)[None]
+        cache = sieve.prefill(ids)
+        editor = sieve.edit(cache, ids, window=3)
+        editor.cut((10, 12))
+        assert cache.conversation.edits.spans == ((13, 38),)
+        editor.move((20, 24), 2)
+        # The moved tokens, those they passed, and the rest, each less its first three.
+        assert cache.conversation.edits.spans == ((5, 6), (9, 24), (27, 38))
+        result = sieve.generate(torch.cat([editor.ids, ids[:, :4]], 1), cache=cache, max_new_tokens=3, do_sample=False)
+        assert result.stats.edited.share == round(27 / 42, 4)
 
 
 def test_what_cannot_be_edited_is_refused_and_nothing_changes(model, tokenizer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from toy_words import word_tokenizer
 
-ROLES = "{% set names = {'system': 'w90', 'user': 'w91', 'assistant': 'w92'} %}"
+ROLES = "{% set names = {'system': 'w90', 'user': 'w91', 'assistant': 'w92', 'tool': 'w93'} %}"
 ASK = "{% if add_generation_prompt %}w92 {% endif %}"
 
 

@@ -238,7 +238,13 @@ class Turns:
         self.tokenizer = tokenizer
 
     def added(
-        self, messages: Sequence[Message], text: str, *, before: str | None = None, open_end: bool = False
+        self,
+        messages: Sequence[Message],
+        text: str,
+        *,
+        tool: bool = False,
+        before: str | None = None,
+        open_end: bool = False,
     ) -> list[int]:
         """Return the token ids that a user message adds to a conversation, including the header of the answer.
 
@@ -247,11 +253,12 @@ class Turns:
         Args:
             messages: the conversation before.
             text: the message, or its next part.
+            tool: the message is the result of a tool call. Default False.
             before: the message's text fed so far, which `text` continues. Default None: `text` begins the message.
             open_end: the message is incomplete, so its end is not written. Default False.
 
         Raises:
-            InputError: the template refuses the conversation, or rewrites fed text.
+            InputError: the template refuses the conversation, rewrites fed text, or leaves out tool results.
         """
         said = [*messages]
         mark = _unique(text, before or "", *(message["content"] for message in said))
@@ -261,7 +268,10 @@ class Turns:
             said[-1] = {"role": "assistant", "content": mark}
             start = True
         end = f"{mark}-end"
-        question = {"role": "user", "content": f"{content}{end}" if open_end else content}
+        question = {"role": "tool" if tool else "user", "content": f"{content}{end}" if open_end else content}
+        # A template may write the result itself as JSON.
+        if tool and end not in render(self.tokenizer, [*said, {**question, "content": end}]):
+            raise InputError("the model's chat template leaves out tool results; send them with role='user'")
         whole = render(self.tokenizer, [*said, question])
         if open_end:
             whole, found, _ = whole.rpartition(end)

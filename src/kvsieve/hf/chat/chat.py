@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kvsieve.errors import CacheStateError, InputError
-from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.cache.copies import Forked
-from kvsieve.hf.chat.edits import with_message, without_reasoning, without_turn
+from kvsieve.hf.chat.edits import stripped, with_message, without_turn
+from kvsieve.hf.chat.exclusive import ExclusiveState
 from kvsieve.hf.chat.options import check_chat_options
 from kvsieve.hf.chat.state import ChatSnapshot, ChatState, Reply, Transcript, from_saved, saved_form
-from kvsieve.hf.chat.turn import BREAK, TurnMaker
+from kvsieve.hf.chat.turn import BREAK, TurnMaker, message_of
 from kvsieve.hf.chat.worker import streamed
 from kvsieve.hf.edit.editor import WINDOW, Edited
 from kvsieve.hf.edit.layout import Window
@@ -29,10 +28,8 @@ from kvsieve.hf.reuse import PromptStore
 from kvsieve.planning.turns import Message
 from kvsieve.report.display import mebibytes
 
-_T = TypeVar("_T")
 
-
-class Chat(Forked):
+class Chat(ExclusiveState):
     """One conversation under a plan. Made by ``Sieve.chat()``.
 
     A failed turn (an interrupt, an exception in on_text, a message too long for the context, a refused option) leaves
@@ -40,8 +37,6 @@ class Chat(Forked):
     """
 
     _instead = "save it with chat.save(path), which sieve.chat(tokenizer, load=path) reads"
-    # Identifies a turn in progress; an attribute of the instance only then.
-    _turn: object | None = None
 
     def __init__(
         self,
@@ -66,26 +61,11 @@ class Chat(Forked):
         check_chat_options(self.options, sieve.model)
         self._maker = TurnMaker(sieve, tokenizer, store, self.options, max_context)
         self._store = store
-        self._cache = sieve.new_cache()
         start = () if system is None else ({"role": "system", "content": system},)
         ids = torch.zeros(1, 0, dtype=torch.int64, device=sieve.model.device)
-        self._state = ChatState(Transcript(ids, start), self._cache.snapshot())
-        # The cache agrees with `_state` where it is `_at` it, and else is put right.
-        self._at: ChatState | None = self._state
+        super().__init__(sieve.new_cache(), Transcript(ids, start))
         if load is not None:
             self._load(load, system)
-
-    @property
-    def cache(self) -> SieveCache:
-        """The conversation's cache."""
-        if self._at is not self._state and self._turn is None:
-            self._alone(lambda: None)
-        return self._cache
-
-    @property
-    def _transcript(self) -> Transcript:
-        # Not the state: its cache would live as long as a traceback.
-        return self._state.transcript
 
     def __repr__(self) -> str:
         turns = len(self._transcript.turns)
@@ -124,25 +104,36 @@ class Chat(Forked):
         """Tokens of the conversation that the cache still stores; docs/options.md."""
         return kept_of(self.cache, self.ids, tokenizer=self.tokenizer)
 
-    def ask(self, message: str, on_text: Callable[[str], None] | None = None, **options: Any) -> Reply:
-        """One turn: the user says `message`, the model answers.
+    def ask(
+        self,
+        message: str,
+        on_text: Callable[[str], None] | None = None,
+        *,
+        role: Literal["user", "tool"] = "user",
+        **options: Any,
+    ) -> Reply:
+        """One turn: the user says `message`, or a tool returns it, and the model answers.
 
-        on_text is called with pieces of the answer. options: of ``Sieve.generate``, for this turn only; spans of
-        protect= and quotas= count the whole conversation (`ids`), protect= accepts "system" and "user" (this turn's
-        message) too, question_tokens= the message's last tokens. Raises InputError for a message that is empty or does
-        not fit the context with a token of an answer, UnsupportedOptionError for beams, several answers and options
-        that a chat sets, and any error of on_text.
+        on_text is called with pieces of the answer. role: "tool" for the result of a tool call, written as the chat
+        template writes such results. options: of ``Sieve.generate``, for this turn only; spans of protect= and quotas=
+        count the whole conversation (`ids`), protect= accepts "system" and "user" (this turn's message) too,
+        question_tokens= the message's last tokens. Raises InputError for a message that is empty or does not fit the
+        context with a token of an answer, and a template without tool results, UnsupportedOptionError for beams,
+        several answers and options that a chat sets, and any error of on_text.
         """
-        return self._alone(lambda: self._take(self._answer(False, message, on_text, options, lambda: None)))
+        said = message_of(role, message)
+        return self._alone(lambda: self._take(self._answer(said, on_text, options, lambda: None)))
 
-    def stream(self, message: str, **options: Any) -> Generator[str, None, Reply]:
+    def stream(
+        self, message: str, *, role: Literal["user", "tool"] = "user", **options: Any
+    ) -> Generator[str, None, Reply]:
         """`ask`, as a generator of the answer's pieces, which returns the Reply.
 
         The model runs in a thread. Closing the generator (leaving its loop) stops it after the current token or chunk,
         and discards the turn, even if the model has finished: a turn counts once the generator has ended. A progress=
         callback is called in that thread.
         """
-        return self._streamed(False, message, options)
+        return self._streamed(message_of(role, message), options)
 
     def retry(self, on_text: Callable[[str], None] | None = None, **options: Any) -> Reply:
         """Answer the last message again, replacing its first answer: with other draws under sampling.
@@ -150,11 +141,11 @@ class Chat(Forked):
         For a chat made with retry=True. options: as for `ask`; options of the first answer alone must be repeated. A
         failure keeps the first answer. Raises InputError if no turn can be answered again, and the errors of `ask`.
         """
-        return self._alone(lambda: self._take(self._answer(True, "", on_text, options, lambda: None)))
+        return self._alone(lambda: self._take(self._answer(None, on_text, options, lambda: None)))
 
     def stream_retry(self, **options: Any) -> Generator[str, None, Reply]:
         """`retry`, as a generator like that of `stream`."""
-        return self._streamed(True, "", options)
+        return self._streamed(None, options)
 
     def read(self, text: str, **options: Any) -> None:
         """Prefill the beginning of the next user message, such as a long document, without an answer.
@@ -192,9 +183,19 @@ class Chat(Forked):
         check_text("text", text)
         return self._alone(lambda: self._edit(with_message(self._transcript.messages, turn, text), window))
 
-    def strip(self, *, window: Window = WINDOW) -> Edited:
-        """Remove the reasoning, up to ``</think>``, from all answers. Arguments and errors as of `remove`."""
-        return self._alone(lambda: self._edit(without_reasoning(self._transcript.messages), window))
+    def strip(self, *, reasoning: bool = True, tools_before: int | None = None, window: Window = WINDOW) -> Edited:
+        """Shorten earlier turns as a chat template or an agent does.
+
+        Args:
+            reasoning: remove the reasoning, up to ``</think>``, from all answers.
+            tools_before: put "[cleared]" in place of tool results before the last n turns; None keeps all.
+            window: see ``Sieve.edit``.
+
+        Raises:
+            InputError: n is no number of turns, or see `remove`.
+            UnsupportedOptionError: see ``Sieve.edit``.
+        """
+        return self._alone(lambda: self._edit(stripped(self._transcript.messages, reasoning, tools_before), window))
 
     def _edit(self, messages: tuple[Message, ...], window: Window, removed: int | None = None) -> Edited:
         """Give the conversation other messages, reusing entries."""
@@ -276,22 +277,22 @@ class Chat(Forked):
             has = "none" if self.system is None else repr(self.system)
             raise InputError(f"the chat in {os.fspath(path)!r} has another system prompt ({has}); leave system= out")
 
-    def _streamed(self, again: bool, message: str, options: dict[str, Any]) -> Generator[str, None, Reply]:
+    def _streamed(self, message: Message | None, options: dict[str, Any]) -> Generator[str, None, Reply]:
         def answer(on_text: Callable[[str], None], check: Callable[[], None]) -> tuple[Reply, ChatState]:
-            return self._answer(again, message, on_text, options, check)
+            return self._answer(message, on_text, options, check)
 
         return streamed(self._alone, answer, self._take)
 
     def _answer(
         self,
-        again: bool,
-        message: str,
+        message: Message | None,
         on_text: Callable[[str], None] | None,
         given: dict[str, Any],
         check: Callable[[], None],
     ) -> tuple[Reply, ChatState]:
-        """Return the answer to a message, or `again` to the last one, and the new state. check: raises to end."""
-        message = self._last_message() if again else message
+        """Return the answer to a message, or again to the last one (None), and the new state. check: raises to end."""
+        again = message is None
+        message = self._last_message() if message is None else message
         question = self._maker.question(self._start(again).transcript, message, given, self.options)
         self._at = None
         if again:
@@ -312,42 +313,14 @@ class Chat(Forked):
         """
         start = self._state.before if again else self._state
         if start is None:
-            why = "none was made since the chat began, was loaded or forked, or has read ahead; ask a message first"
+            why = "none was made since the chat began, was edited, loaded or forked, or read ahead; ask a message first"
             if not self._retries:
                 why = "the chat does not hold the state before it; make the chat with sieve.chat(tokenizer, retry=True)"
             raise InputError(f"there is no turn to answer again: {why}")
         return start
 
-    def _last_message(self) -> str:
+    def _last_message(self) -> Message:
         """Return the last message without the part fed by `read`. Raises InputError."""
         context = self._start(again=True).transcript.context
-        said = self._transcript.messages[-2]["content"]
-        return said if context is None else said.removeprefix(f"{context}{BREAK}")
-
-    def _alone(self, work: Callable[[], _T]) -> _T:
-        """Do `work` with exclusive use of the chat, and a cache that agrees with `_state`.
-
-        An interrupt at any point leaves the chat unlocked, and a cache that the next call restores.
-        """
-        lock = object()
-        # Twice, because an interrupt may come within the final steps.
-        try:
-            try:
-                if vars(self).setdefault("_turn", lock) is not lock:
-                    raise CacheStateError("a turn of this chat is in progress: let it end, or close its stream")
-                self._settle()
-                return work()
-            finally:
-                if self._turn is lock:
-                    self._settle()
-                    del self._turn
-        finally:
-            if self._turn is lock:
-                del self._turn
-
-    def _settle(self) -> None:
-        """Restore the cache after a failed turn."""
-        state = self._state
-        if self._at is not state:
-            self._cache.rollback(state.cache)
-            self._at = state
+        last = self._transcript.messages[-2]
+        return last if context is None else {**last, "content": last["content"].removeprefix(f"{context}{BREAK}")}

@@ -33,7 +33,7 @@ class Question:
     Attributes:
         ids: int64 [1, N], the conversation with the message, up to the answer.
         context: tokens of the model's context, or None without a limit.
-        message: the whole message, including the part fed by `Chat.read`.
+        message: of the user or a tool, including the part fed by `Chat.read`.
         stops: ids that end an answer.
         max_new_tokens: most tokens of an answer.
         progress: the caller's callback.
@@ -42,11 +42,18 @@ class Question:
 
     ids: Tensor
     context: int | None
-    message: str
+    message: Message
     stops: frozenset[int]
     max_new_tokens: int
     progress: Callable[[int, int], None] | None
     options: dict[str, Any]
+
+
+def message_of(role: str, text: str) -> Message:
+    """Return a message of a user or a tool. Raises InputError for another role."""
+    if role not in ("user", "tool"):
+        raise InputError(f"role is 'user', or 'tool' for the result of a tool call; got {short(role)}")
+    return {"role": role, "content": text}
 
 
 class TurnMaker:
@@ -73,30 +80,36 @@ class TurnMaker:
         self.turns = Turns(tokenizer)
         self.stops = stop_ids(tokenizer, sieve.model.generation_config.eos_token_id)
 
-    def question(self, before: Transcript, message: str, given: dict[str, Any], options: dict[str, Any]) -> Question:
-        """Return the next user message, checked.
+    def question(
+        self, before: Transcript, message: Message, given: dict[str, Any], options: dict[str, Any]
+    ) -> Question:
+        """Return the next message, checked.
 
         Args:
             before: the conversation so far.
-            message: text of the user.
+            message: of the user or a tool.
             given: options of this turn.
             options: the chat's options, as defaults.
         """
-        check_text("message", message)
+        text = message["content"]
+        check_text("message", text)
+        if before.context is not None and message["role"] != "user":
+            raise InputError("the next message has begun with read() and is the user's; ask it first")
         config = given.get("generation_config")
         # One of another kind is refused with the other options.
         if isinstance(config, GenerationConfig) and config.max_new_tokens is not None:
             given = {"max_new_tokens": config.max_new_tokens, **given}
         options = {**options, **given}
         check_chat_options(options, self.sieve.model)
-        ids, context = self._fed(before, message if before.context is None else f"{BREAK}{message}")
+        fed = text if before.context is None else f"{BREAK}{text}"
+        ids, context = self._fed(before, {**message, "content": fed})
         wanted = options.pop("max_new_tokens")
         stops = complete_options(options, self.sieve.model, self.tokenizer, self.stops)
         if "protect" in options:
             options["protect"] = self._protected(before, ids, options["protect"])
         progress = options.pop("progress", None)
         check_callable("progress", progress)
-        said = message if before.context is None else f"{before.context}{BREAK}{message}"
+        said = {**message, "content": (before.context or "") + fed}
         return Question(ids, context, said, stops, wanted, progress, options)
 
     def _protected(self, before: Transcript, ids: Tensor, given: Any) -> Any:
@@ -169,7 +182,7 @@ class TurnMaker:
                 "chat, or go back to an earlier snapshot"
             )
         stats = dataclasses.replace(stats, notes=notes)
-        exchange = {"role": "user", "content": question.message}, {"role": "assistant", "content": pieces.text}
+        exchange = question.message, {"role": "assistant", "content": pieces.text}
         after = Transcript(
             torch.cat([ids, new.to(ids)], 1), (*before.messages, *exchange), (*before.turns, stats), ended=ended
         )
@@ -194,14 +207,14 @@ class TurnMaker:
         """Return the conversation with the beginning of the next user message, which gets no answer yet."""
         said = text.rstrip()
         fed = said if before.context is None else f"{BREAK}{said}"
-        ids, _ = self._fed(before, fed, open_end=True)
+        ids, _ = self._fed(before, {"role": "user", "content": fed}, open_end=True)
         return dataclasses.replace(before, ids=ids, context=(before.context or "") + fed, ended=False)
 
     def rebuilt(self, messages: Sequence[Message], ended: bool) -> Tensor:
         """Return int64 [1, N], a conversation of complete turns as it would have been fed and generated.
 
         Args:
-            messages: an optional system prompt, then user messages, each with an answer.
+            messages: an optional system prompt, then messages of a user or tool, each with an answer.
             ended: the last answer has its end token.
         """
         first = 1 if messages and messages[0]["role"] == "system" else 0
@@ -209,7 +222,7 @@ class TurnMaker:
         ids = torch.zeros(1, 0, dtype=torch.int64, device=device)
         so_far = Transcript(ids, tuple(messages[:first]))
         for at in range(first, len(messages), 2):
-            ids, _ = self._fed(so_far, messages[at]["content"])
+            ids, _ = self._fed(so_far, messages[at])
             said = token_ids(self.tokenizer, escaped(self.tokenizer, messages[at + 1]["content"]))
             after = tuple(messages[: at + 2])
             end = self._end(after) if ended or at + 2 < len(messages) else []
@@ -221,14 +234,17 @@ class TurnMaker:
         added = self.turns.added(messages, "?")
         return [next((token for token in added if token in self.stops), min(self.stops))]
 
-    def _fed(self, before: Transcript, text: str, open_end: bool = False) -> tuple[Tensor, int | None]:
+    def _fed(self, before: Transcript, message: Message, open_end: bool = False) -> tuple[Tensor, int | None]:
         """Return int64 [1, N]: the conversation with a message, up to the answer; and the end of the context, or None.
 
         The end token of an answer was never processed by the model: if the template has other tokens there, they
         replace it.
         """
         known = before.ids
-        added = self.turns.added(before.messages, text, before=before.context, open_end=open_end)
+        text = message["content"]
+        added = self.turns.added(
+            before.messages, text, tool=message["role"] == "tool", before=before.context, open_end=open_end
+        )
         if before.ended:
             last = int(known[0, -1])
             at = added.index(last) if last in added else -1
