@@ -152,6 +152,33 @@ def test_commands(talk, model_dir):
     assert re.search(r"'w2', token \d+ \(prompt\): 100% held; layers 0–3 whole", err) and "held by layer" in err
 
 
+def test_edits(talk, model_dir, tmp_path):
+    file = tmp_path / "chat.kv"
+    lines = "w1 w2\nw3\nw4\n/replace 2 w5 w6\n/undo\n/replace 2 w7\n/remove 1\nw8\nw9\n/stats\n/strip 1\n/help\n"
+    code, out, err = talk(lines, "--commands", "--save", file)
+    asides = err.splitlines()
+    assert code == 0 and out.splitlines()[:3] == answers(model_dir, "w1 w2", "w3", "w4")
+    assert len(out.splitlines()) == 5 and "the last edit is undone" in asides
+    for start in ("turn 2 replaced", "turn 1 removed", "stripped"):
+        assert sum(bool(re.match(rf"{start}: \d+ tokens reused, \d+ of .* \d+ prefilled$", line)) for line in asides)
+    told = [line for line in asides if line.startswith("edited: ")]
+    assert re.match(r"edited: \d.* approximate \(edit:window=64\), \d+ tokens reused", told[0]) or "exact" in told[0]
+    assert "edited: turn 3: " + told[0].removeprefix("edited: ") in told
+    assert "  /replace N TEXT replace the message of turn N by TEXT; its answer stays" in asides
+    model, tokenizer = kvsieve.models.load(model_dir, "checkpoint")
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        said = [message["content"] for message in sieve.chat(tokenizer, load=file).messages[::2]]
+    assert said == ["w7", "w4", "w8", "w9"]
+    for line, reason in (
+        ("/remove 2", "/remove needs the number of a turn, 1 to 1 as /stats lists them, got '2'"),
+        ("/remove", "got ''"),
+        ("/remove 1", "only turn"),
+        ("/replace 1", "/replace needs a turn's number and the new message"),
+    ):
+        code, _, err = talk(f"w1\n{line}\n", "--commands")
+        assert code == 2 and reason in err
+
+
 def test_stats_fit_80_columns(talk):
     for asked, options in (("/stats", []), ("/stats wide", []), ("/stats", ["--wide"])):
         err = talk(f"w1\n{asked}\n", "--commands", *options)[2]
@@ -203,7 +230,10 @@ def test_protected_tokens_stay(talk):
     ("line", "told"),
     [
         ("/undo", "there is none"),
-        ("/nonsense w1", "unknown command /nonsense (commands are /retry, /undo, /stats, /kept, /save, /help, /quit)"),
+        ("/nonsense w1", "unknown command /nonsense (commands are /retry, /undo, /remove, "),
+        ("/remove 1", "the chat has no turn yet"),
+        ("/strip w1", "/strip takes nothing, or a number of last turns that keep tool results, got 'w1'"),
+        ("/strip", "the chat has no turn yet"),
         ("/stat", "unknown command /stat; did you mean '/stats'?"),
         ("/retry", "there is no turn to answer again"),
         ("/stats all", "/stats takes nothing, or wide for all columns, got 'all'"),

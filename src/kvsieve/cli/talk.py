@@ -15,6 +15,7 @@ import typer
 from kvsieve.cli.kept import found_lines, print_map
 from kvsieve.cli.messages import HELP, piped_messages, typed_messages
 from kvsieve.cli.output import NARROW, WIDE, one_line, print_table, say, show
+from kvsieve.cli.talk_edits import EDITS, edited
 from kvsieve.cli.words import Words
 from kvsieve.errors import InputError, KvsieveError
 from kvsieve.planning.suggestions import did_you_mean
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
 _COMMANDS = {
     "Last turn": {
         "/retry": "answer the last message again, with another seed when sampling",
-        "/undo": "undo the last turn",
+        "/undo": "undo the last turn or edit",
     },
+    "Edit": EDITS,
     "Look up": {
         "/stats": "cost of every turn; /stats wide has all columns",
         "/kept TEXT": "layers that keep TEXT; without TEXT, a map of all tokens",
@@ -64,10 +66,10 @@ class Talk:
         self.commands = commands or self.interactive
         self.watched = sys.stderr.isatty()
         self.styled = self.watched and not os.environ.get("NO_COLOR")
-        # States for /undo, with their unprefilled text.
-        self.before: tuple[ChatSnapshot, str | None] | None = None
         # Messages of this session, as they were written.
         self.said: list[str] = []
+        # For /undo: the state, its unprefilled text and its messages.
+        self.before: tuple[ChatSnapshot, str | None, list[str]] | None = None
         self.unsaved = True
         # Kinds of notes that were printed, without their numbers.
         self.printed: set[str] = set()
@@ -124,6 +126,8 @@ class Talk:
             self._undo()
         elif name == "/retry":
             self._turn(self.said[-1] if self.said else "", again=True)
+        elif name in {command.split()[0] for command in EDITS}:
+            self._edit(name, rest)
         elif name == "/stats":
             self._print_turns(rest)
         elif name == "/kept":
@@ -133,7 +137,7 @@ class Talk:
         elif name in ("/quit", "/exit"):
             return True
         else:
-            known = [command.split()[0] for group in _COMMANDS.values() for command in group]
+            known = [*dict.fromkeys(command.split()[0] for group in _COMMANDS.values() for command in group)]
             hint = did_you_mean(name, known, "commands are")
             raise InputError(f"unknown command {name}{hint}; a message that begins so needs a space before it")
         return False
@@ -142,7 +146,7 @@ class Talk:
         for group, commands in _COMMANDS.items():
             self.aside(f"{group}:")
             for command, what in commands.items():
-                self.aside(f"  {command:<11} {what}")
+                self.aside(f"  {command:<15} {what}")
         self.aside(f"Messages: {HELP}")
 
     def _print_kept(self, text: str) -> None:
@@ -155,19 +159,27 @@ class Talk:
 
     def _undo(self) -> None:
         if self.before is None:
-            raise InputError("/undo forgets the last turn of this session, once; there is none")
-        taken, self.context = self.before
+            raise InputError("/undo forgets the last turn or edit of this session, once; there is none")
+        edit = len(self.before[2]) == len(self.said)
+        taken, self.context, self.said = self.before
         self.before = None
         self.chat.rollback(taken)
-        self.said.pop()
         self.unsaved = True
-        self.aside("the last turn is forgotten")
+        self.aside(f"the last {'edit is undone' if edit else 'turn is forgotten'}")
+        self._save_here()
+
+    def _edit(self, name: str, rest: str) -> None:
+        before = self.chat.snapshot(), self.context, [*self.said]
+        line = edited(self.chat, name, rest)
+        self.before = before
+        self.unsaved = True
+        self.aside(line)
         self._save_here()
 
     def _turn(self, line: str, again: bool = False) -> None:
         """Send `line` and print the answer or, with `again`, another answer to the last line."""
         message = line if self.context is None else f"{self.context}\n\n{line}"
-        before = (self.chat.snapshot(), self.context) if self.commands else None
+        before = (self.chat.snapshot(), self.context, [*self.said]) if self.commands else None
         turns = self.chat.turns
         try:
             reply = self._answer(None if again else message)
@@ -189,8 +201,10 @@ class Talk:
             print(json.dumps(data, default=str), flush=True)
         else:
             self.aside(f"[{_cost(self.chat)}]")
-            if (drafts := self.chat.turns[-1].drafts) is not None:
-                self.aside(f"drafts: {drafts}")
+            stats = self.chat.turns[-1]
+            for name, counts in (("drafts", stats.drafts), ("edited", stats.edited)):
+                if counts is not None:
+                    self.aside(f"{name}: {counts}")
             self._tell_notes()
             if again and not self.chat.options.get("do_sample"):
                 self.aside("note: answers are greedy, so this is the same one; --temperature 1 samples others")
@@ -260,8 +274,9 @@ class Talk:
         with contextlib.redirect_stdout(sys.stdout if self.interactive else sys.stderr):
             print_table(_HEADERS[:shown], rows, width=WIDE if wide else NARROW)
         for number, stats in enumerate(self.chat.turns, 1):
-            if stats.drafts is not None:
-                self.aside(f"drafts: turn {number}: {stats.drafts}")
+            for name, counts in (("drafts", stats.drafts), ("edited", stats.edited)):
+                if counts is not None:
+                    self.aside(f"{name}: turn {number}: {counts}")
             for note in stats.notes:
                 self.aside(f"note: turn {number}: {note}")
 
