@@ -7,6 +7,7 @@ import torch
 
 from kvsieve.hf.attach import attached, under
 from kvsieve.hf.prompt.constraints import PromptConstraints
+from kvsieve.hf.reuse import StoredPrefixes
 from kvsieve.planning.plans import Plan
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.prefixes import ServerPrefixes
@@ -61,6 +62,32 @@ def test_what_serves_no_new_prompt_is_stored_for_sessions_only(scheduler, sieve,
     assert [node.tokens for node in store.nodes()] == [tokens]
     ask(scheduler, prompt(1, 60), plan, session="s")[0].ids()
     assert [node.tokens for node in store.nodes() if node.owner == "/s"][:1] == [67]
+
+
+def test_approximate_prefixes_serve_requests_for_their_rules_only(sieve):
+    class Edited(ServerPrefixes):
+        def find(self, sieve, order, chunk):
+            prefixes = StoredPrefixes(self.store, "/s", session=True, approximate=("edit:window=4",))
+            return prefixes.find(sieve, order.known_ids, chunk)
+
+    store = PrefixStore()
+    plan = plan_of("full", sieve.model)
+    under_plan = under(sieve, plan)
+    cache = under_plan.prefill(torch.tensor([prompt(1, 60)]))
+    known = under_plan.edit(cache, torch.tensor([prompt(1, 60)]), window=4).cut((10, 20)).ids[0].tolist()
+    store.add(under_plan, known, cache, 1.0, "/s")
+    found = {}
+    for prefixes in (Edited, ServerPrefixes):
+        one = Scheduler(sieve, word_tokenizer(), ServerLimits(chunk=CHUNK), prefixes(store, share=False))
+        one.start()
+        ids = (*known, *prompt(2, 10))
+        told = ask(one, ids, plan, session="s")[0].all()[-1]
+        one.close()
+        found[prefixes] = told.cached_tokens, [note for note in told.stats.notes if "the store" in note]
+    note = "50 of 60 tokens came from the store, approximate by edit:window=4"
+    assert found == {ServerPrefixes: (0, []), Edited: (50, [note])}
+    # Turns of both are stored, apart.
+    assert {node.approximate for node in store.nodes() if node.tokens == 67} == {("edit:window=4",), ()}
 
 
 def test_a_node_counts_the_time_of_the_prefix_that_it_went_on_from(sieve):

@@ -84,7 +84,7 @@ def test_many_nodes_that_begin_alike(monkeypatch):
 
 def test_borders_are_not_compared_with_what_came_before(sieve, monkeypatch):
     """What a cache was stored as, or made of, is known to be its beginning; of others nothing is."""
-    compared = counting(monkeypatch, content, "_same")
+    compared = counting(monkeypatch, content, "_equal")
     ids = tokens(3, 96)
     with PrefixStore() as store:
         cache = sieve.new_cache()

@@ -83,6 +83,7 @@ def ls_command(path: Place, as_json: JsonOption = False) -> None:
             node.key[:12],
             str(node.tokens),
             node.serves + " (pinned)" * node.pinned,
+            ", ".join(node.approximate) or "exact",
             node.plan,
             node.owner or "-",
             f"{node.seconds:.1f}",
@@ -90,7 +91,7 @@ def ls_command(path: Place, as_json: JsonOption = False) -> None:
         ]
         for node in nodes
     ]
-    print_table(["key", "tokens", "serves", "plan", "owner", "saves s", "size"], rows)
+    print_table(["key", "tokens", "serves", "entries", "plan", "owner", "saves s", "size"], rows)
     show(f"{len(nodes)} nodes, {mebibytes(sum(node.disk_bytes for node in nodes))}")
 
 

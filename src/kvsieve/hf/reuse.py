@@ -68,15 +68,17 @@ class ReadPrefix:
         found: tokens reused from the store.
         seconds: time to prefill all of it.
         took: seconds that it took this time.
+        approximate: rules by which the reused tokens' entries are approximate.
     """
 
     found: int = 0
     seconds: float = 0.0
     took: float = 0.0
+    approximate: tuple[str, ...] = ()
 
     def with_reuse(self, stats: Stats) -> Stats:
         """Return the statistics of both, given those of the call that has prefilled the rest."""
-        note = f"{self.found} of {stats.prompt_tokens} tokens came from the store"
+        note = f"{self.found} of {stats.prompt_tokens} tokens came from the store{approximately(self.approximate)}"
         notes = [*stats.notes, note] if self.found else stats.notes
         return dataclasses.replace(stats, ttft_s=stats.ttft_s + self.took, notes=notes)
 
@@ -85,18 +87,21 @@ class ReadPrefix:
 class StoredPrefixes:
     """A prefix store, for the prompts of one owner.
 
-    A prompt continues from the longest stored prefix with an identical prefill, so the answer is that of a new prefill.
+    A prompt continues from the longest stored prefix with an identical prefill, so the answer is that of a new prefill,
+    except after an approximate prefix, which only a prompt that names its rules gets.
     A driver calls `find` first, and `add` at each border and at the end of prompt or turn.
 
     Attributes:
         store: of prefixes.
         owner: of the prefixes.
         session: continue the owner's conversation with the entries left by earlier turns, as a chat does on its cache.
+        approximate: rules of approximate prefixes that may serve its prompts, such as ("edit:window=64",); default ().
     """
 
     store: PromptStore
     owner: str = ""
     session: bool = False
+    approximate: tuple[str, ...] = ()
 
     def find(self, sieve: Any, ids: Sequence[int], chunk: int | None, leave: int = 1) -> FoundPrompt | None:
         """Return the longest stored prefix of a prompt, or None.
@@ -107,11 +112,13 @@ class StoredPrefixes:
             chunk: tokens per forward pass, None for all at once.
             leave: tokens left to prefill; 0 for a prompt without an answer.
         """
-        return self.store.find(sieve, ids, self.owner, turns=self._turns(ids), leave=leave, chunk=chunk)
+        options = {"turns": self._turns(ids), "leave": leave, "chunk": chunk, "approximate": self.approximate}
+        return self.store.find(sieve, ids, self.owner, **options)
 
     def covered(self, sieve: Any, ids: Sequence[int], chunk: int | None) -> int:
         """Return the number of a prompt's tokens that `find` would return; see there."""
-        return self.store.covered(sieve, ids, self.owner, turns=self._turns(ids), chunk=chunk)
+        turns = self._turns(ids)
+        return self.store.covered(sieve, ids, self.owner, turns=turns, chunk=chunk, approximate=self.approximate)
 
     def _turns(self, ids: Sequence[int]) -> tuple[int, ...] | None:
         return None if self.session else (len(ids),)
@@ -162,8 +169,10 @@ class StoredPrefixes:
         total = ids.shape[1]
         began = time.perf_counter()
         found = None if cache.num_seen else self.find(sieve, known, chunk, leave)
+        rules: tuple[str, ...] = ()
         if found is not None:
             cache.become(found.cache)
+            rules = cache.conversation.approximate
         before = 0.0 if found is None else found.seconds
         start = cache.num_seen
         searched = time.perf_counter()
@@ -187,7 +196,7 @@ class StoredPrefixes:
         if end > start:
             sieve.begin(ids[:, :end], cache=cache, chunk=chunk, progress=border)
         now = time.perf_counter()
-        return ReadPrefix(0 if found is None else start, before + now - searched, now - began)
+        return ReadPrefix(0 if found is None else start, before + now - searched, now - began, rules)
 
     def generate(self, sieve: Any, ids: Tensor, **options: Any) -> GenerateResult:
         """Answer a prompt int64 [1, N] as ``Sieve.generate`` does, from the longest stored prefix."""
@@ -210,6 +219,11 @@ class StoredPrefixes:
             seconds = begun.seconds + time.perf_counter() - began
             # The same text may be read ahead again.
             self.add(sieve, ids[0].tolist(), cache, seconds, chunk, anew=False)
+
+
+def approximately(rules: Sequence[str]) -> str:
+    """Return the end of a note on stored tokens: rules by which their entries are approximate, "" for none."""
+    return f", approximate by {', '.join(rules)}" if rules else ""
 
 
 def answer(sieve: Any, ids: Tensor, options: dict[str, Any], store: PromptStore | None) -> GenerateResult:

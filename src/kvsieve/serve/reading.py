@@ -17,7 +17,7 @@ from kvsieve.hf.forward.passes import closing
 from kvsieve.hf.prompt.embed import embed_prompt
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
-from kvsieve.hf.reuse import FoundPrompt
+from kvsieve.hf.reuse import FoundPrompt, approximately
 from kvsieve.hf.sieve import Sieve
 from kvsieve.serve.pace import Coroutine, ReadingPace
 from kvsieve.serve.ticket import PromptImages, Ticket
@@ -124,6 +124,9 @@ class PromptReader:
             self.seconds = found.seconds
         cache = self.cache
         self.cached = self.done = cache.conversation.caller_length_and_mask()[0]
+        if cache.conversation.approximate:
+            rules = approximately(cache.conversation.approximate)
+            self.notes.append(f"{self.cached} of {len(order.ids)} tokens came from the store{rules}")
         self.report()
         ids = torch.tensor([order.ids], device=sieve.model.device)
         if order.images is not None:

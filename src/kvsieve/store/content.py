@@ -154,8 +154,10 @@ def copied_content(
     """
     facts, tensors = packed_cache(cache, None, device)
     parts = split(facts, tensors, cache.num_seen)
-    if not all(stretch.parts.keys() == parts.keys() and (certain or _same(stretch, parts)) for stretch in known):
+    if not all(stretch.parts.keys() == parts.keys() for stretch in known):
         known = ()
+    if not certain:
+        known = _shared(known, parts)
     start = known[-1].end if known else 0
     stretches = known
     if parts and start < cache.num_seen:
@@ -164,10 +166,24 @@ def copied_content(
     return StoredCache(facts, {name: _own(part) for name, part in tensors.items()}, stretches)
 
 
-def _same(stretch: Stretch, parts: Mapping[str, Tensor]) -> bool:
-    return all(
-        torch.equal(part, parts[name][:, :, stretch.start : stretch.end].cpu()) for name, part in stretch.parts.items()
-    )
+def _shared(known: tuple[Stretch, ...], parts: Mapping[str, Tensor]) -> tuple[Stretch, ...]:
+    """Return the first tokens of stretches, as far as their entries equal those in `parts` bit for bit."""
+    shared = []
+    for stretch in known:
+        size = min(_equal(part, parts[name][:, :, stretch.start : stretch.end]) for name, part in stretch.parts.items())
+        if size:
+            shared.append(stretch.up_to(stretch.start + size))
+        if size < stretch.end - stretch.start:
+            break
+    return tuple(shared)
+
+
+def _equal(part: Tensor, other: Tensor) -> int:
+    """Return the number of first tokens with equal entries, both [1, H, N, D]."""
+    other = other.cpu()
+    if torch.equal(part, other):
+        return part.shape[2]
+    return int((part != other).any(3).any(1)[0].int().argmax())
 
 
 def _own(part: Tensor) -> Tensor:

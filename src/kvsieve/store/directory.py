@@ -99,7 +99,10 @@ class Directory:
                 stored = header["extra"]["store"]
                 identity = Identity.of(header)
                 reuse = reuse_from(stored["reuse"])
-                node = Node(path.stem, identity, stored["owner"], ids, reuse, stored["seconds"], stored["pinned"])
+                # Files of earlier versions are exact.
+                rules = tuple(stored.get("approximate", ()))
+                facts = identity, stored["owner"], ids, reuse, stored["seconds"], stored["pinned"], rules
+                node = Node(path.stem, *facts)
                 node.path, node.file_bytes = path, path.stat().st_size
                 if len(ids) != reuse.tokens or path.stem != name_of(node):
                     raise CacheFileError(f"{path} is not the node that its name says; it was renamed or changed")
@@ -168,4 +171,5 @@ def name_of(node: Node) -> str:
     reuse = node.reuse
     place = "half" if reuse.half_read else "answered" if reuse.answered else "end"
     chunk = "" if reuse.chunk is None else f" by {reuse.chunk}"
-    return node_key(node.identity, node.owner, node.ids, f"{place} {reuse.turns}{chunk}")
+    rules = "".join(f" {rule}" for rule in node.approximate)
+    return node_key(node.identity, node.owner, node.ids, f"{place} {reuse.turns}{chunk}{rules}")

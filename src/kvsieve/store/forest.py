@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from kvsieve.store.node import Node
+from kvsieve.store.node import Node, Place
 from kvsieve.store.radix import RadixTree, Tokens
 from kvsieve.store.rules import Request
 
@@ -16,7 +16,7 @@ _NEAR = 8
 
 
 class _Tree:
-    """The nodes of one owner under one identity.
+    """The nodes of one owner under one identity, approximate by the same rules.
 
     Attributes:
         ends: each node at the end of its tokens.
@@ -29,10 +29,10 @@ class _Tree:
 
 
 class Forest:
-    """A tree for each owner and identity that has nodes."""
+    """A tree for each identity, owner and rules that have nodes."""
 
     def __init__(self) -> None:
-        self._trees: dict[tuple[str, str], _Tree] = {}
+        self._trees: dict[Place, _Tree] = {}
 
     def __len__(self) -> int:
         return len(self._trees)
@@ -54,10 +54,13 @@ class Forest:
             del self._trees[node.tree]
 
     def best(self, key: str, owners: tuple[str, ...], ids: Tokens, request: Request) -> tuple[Node | None, int]:
-        """Return the node with most tokens that a request may reuse, and their number; (None, 0) for none."""
+        """Return the node with most tokens that a request may reuse, and their number; (None, 0) for none.
+
+        An exact node takes precedence over an approximate one with as many tokens.
+        """
         best: tuple[Node | None, int] = (None, 0)
-        for owner in dict.fromkeys(owners):
-            tree = self._trees.get((key, owner))
+        for rules, owner in itertools.product(dict.fromkeys([(), request.approximate]), dict.fromkeys(owners)):
+            tree = self._trees.get((key, owner, rules))
             if tree is None:
                 continue
             whole = tree.ends.prefixes(ids)

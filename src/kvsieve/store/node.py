@@ -12,6 +12,9 @@ from kvsieve.store.identity import Identity
 from kvsieve.store.radix import Tokens
 from kvsieve.store.rules import Reuse
 
+# Identity, owner and rules of the nodes of a tree.
+Place = tuple[str, str, tuple[str, ...]]
+
 
 @dataclass(frozen=True)
 class NodeInfo:
@@ -29,6 +32,7 @@ class NodeInfo:
         memory_bytes: bytes of memory freed by removing it.
         disk_bytes: bytes of its file, 0 without one.
         pinned: True if it is never evicted.
+        approximate: rules by which its entries are approximate; see `PrefixStore.find`.
     """
 
     key: str
@@ -42,6 +46,7 @@ class NodeInfo:
     memory_bytes: int
     disk_bytes: int
     pinned: bool
+    approximate: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -60,6 +65,7 @@ class Node:
         reuse: requests that it may serve.
         seconds: prefill time of its tokens.
         pinned: never evicted.
+        approximate: rules by which its entries are approximate, as its conversation has them.
         content: its cache in memory; None if only on disk.
         path: its file, or None.
         file_bytes: size of the file.
@@ -76,6 +82,7 @@ class Node:
     reuse: Reuse
     seconds: float
     pinned: bool = False
+    approximate: tuple[str, ...] = ()
     content: StoredCache | None = None
     path: Path | None = None
     file_bytes: int = 0
@@ -85,9 +92,9 @@ class Node:
     replaces: list[Node] = field(default_factory=list)
 
     @property
-    def tree(self) -> tuple[str, str]:
+    def tree(self) -> Place:
         """Key of its tree."""
-        return self.identity.key, self.owner
+        return self.identity.key, self.owner, self.approximate
 
     @property
     def in_memory(self) -> bool:
@@ -97,7 +104,8 @@ class Node:
     def extra(self) -> dict[str, Any]:
         """Return its entries in the file's header."""
         reuse = dataclasses.asdict(self.reuse)
-        return {"owner": self.owner, "seconds": self.seconds, "pinned": self.pinned, "reuse": reuse}
+        about = {"owner": self.owner, "seconds": self.seconds, "pinned": self.pinned, "reuse": reuse}
+        return {**about, "approximate": list(self.approximate)}
 
     def info(self, memory_bytes: int) -> NodeInfo:
         """Return its NodeInfo. memory_bytes: bytes freed by removing it."""
@@ -116,6 +124,7 @@ class Node:
             memory_bytes,
             size,
             self.pinned,
+            self.approximate,
         )
 
 

@@ -36,12 +36,14 @@ class Found:
         tokens: number of the prompt's first tokens in it.
         seconds: their prefill time.
         from_disk: True if it was loaded from a file.
+        approximate: rules by which its entries are approximate; () if they are those of a prefill.
     """
 
     cache: SieveCache
     tokens: int
     seconds: float
     from_disk: bool
+    approximate: tuple[str, ...] = ()
 
 
 class PrefixStore:
@@ -85,6 +87,7 @@ class PrefixStore:
         turns: Sequence[int] | None = None,
         leave: int = 1,
         chunk: int | None = None,
+        approximate: Sequence[str] = (),
     ) -> Found | None:
         """Return the longest stored prefix of a prompt, ready to continue, or None.
 
@@ -100,9 +103,14 @@ class PrefixStore:
             leave: tokens left to prefill; 0 for a prompt without an answer.
             chunk: tokens per prefill chunk. Plans with entries that depend on chunk ends (sparse prompts, chunked
                 evictors, codecs without an evictor) match only nodes of the same chunk when `turns` are given.
+            approximate: rules such as "edit:window=64", as `cache.conversation.approximate` has them: approximate nodes
+                of exactly these may be returned beside exact ones. Default (): exact nodes only.
+
+        Raises:
+            InputError: tokens or rules of another form.
         """
         ids = _tokens(token_ids)
-        request = Request.of(sieve, len(ids), leave, turns, chunk)
+        request = Request.of(sieve, len(ids), leave, turns, chunk, approximate)
         identity = self._identities.of(sieve)
         with self._lock:
             self._counts["tokens_asked"] += len(ids)
@@ -115,13 +123,15 @@ class PrefixStore:
                 if content is not None:
                     break
             self._tiers.found(node)
-            self._counts.update(hits=1, tokens_reused=tokens, disk_hits=content.mapped)
+            rules = node.approximate
+            self._counts.update(hits=1, tokens_reused=tokens, disk_hits=content.mapped, approximate_hits=bool(rules))
         if tokens == node.reuse.tokens:
             cache = revived(content, sieve)
         else:
             cache = beginning(content, sieve, tokens, finished=tokens == len(ids))
+            cache.conversation.note_approximate(rules)
         self._lineage.note(cache, node, tokens)
-        return Found(cache, tokens, node.seconds * tokens / len(node.ids), content.mapped)
+        return Found(cache, tokens, node.seconds * tokens / len(node.ids), content.mapped, rules)
 
     def covered(
         self,
@@ -131,10 +141,11 @@ class PrefixStore:
         *,
         turns: Sequence[int] | None = None,
         chunk: int | None = None,
+        approximate: Sequence[str] = (),
     ) -> int:
         """Return the number of tokens that `find` would return, without loading or counting them."""
         ids = _tokens(token_ids)
-        request = Request.of(sieve, len(ids), 1, turns, chunk)
+        request = Request.of(sieve, len(ids), 1, turns, chunk, approximate)
         identity = self._identities.of(sieve)
         with self._lock:
             return self._tiers.best(identity.key, (owner,), ids, request)[1]
@@ -153,7 +164,8 @@ class PrefixStore:
     ) -> NodeInfo | None:
         """Store a conversation in its current state: between turns, or between two prefill chunks.
 
-        The content is copied, except parts that the store already has.
+        The content is copied, except parts that the store already has. Approximate entries serve only a `find` that
+        names their rules.
 
         Args:
             sieve: the attached model, as for `find`.
@@ -192,7 +204,8 @@ class PrefixStore:
         ids = ids[:seen].copy()
         identity = self._identities.of(sieve)
         with self._lock:
-            node = Node("", identity, owner, ids, reuse, max(float(seconds), 0.0), pin)
+            rules = cache.conversation.approximate
+            node = Node("", identity, owner, ids, reuse, max(float(seconds), 0.0), pin, rules)
             node.key = name_of(node)
             if node.key not in self._tiers:
                 known = self._lineage.stretches(cache, node)

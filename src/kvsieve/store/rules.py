@@ -1,7 +1,8 @@
 """Rule of reuse of stored conversations.
 
 The law: an answer after a prefix hit equals the answer after a full prefill of the same tokens under the same plan,
-with prompts and chunks that end at the same places.
+with prompts and chunks that end at the same places. A request for approximate prefixes may get those of the rules that
+it names, and no others.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kvsieve.errors import InputError, short
 from kvsieve.hf import reuse
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.states import CacheLayer
@@ -97,6 +99,7 @@ class Request:
         turns: token counts at which prompts would end in a full prefill; None if the caller does not say.
         finishes: True if a prompt's beginning counts as the prompt, under a plan that does nothing at its end.
         chunk: tokens per pass, under a plan that depends on chunks; else None.
+        approximate: rules of approximate nodes that may serve it beside exact ones; () for none.
     """
 
     leave: int
@@ -104,16 +107,34 @@ class Request:
     turns: tuple[int, ...] | None
     finishes: bool
     chunk: int | None = None
+    approximate: tuple[str, ...] = ()
 
     @classmethod
     def of(
-        cls, model: AttachedModel, length: int, leave: int, turns: Sequence[int] | None, chunk: int | None = None
+        cls,
+        model: AttachedModel,
+        length: int,
+        leave: int,
+        turns: Sequence[int] | None,
+        chunk: int | None = None,
+        approximate: Sequence[str] = (),
     ) -> Request:
-        """Return the request of a prompt of `length` tokens under a model's plan."""
+        """Return the request of a prompt of `length` tokens under a model's plan. Raises InputError."""
         plan = model.plan
         need = max(leave, 1, plan.queries(length), 2 if model.new_cache().has_state else 1)
         ends = None if turns is None else tuple(turns)
-        return cls(leave, need, ends, leave == 0 and not acts_at_end(plan), chunk if keeps_to_chunks(plan) else None)
+        finishes = leave == 0 and not acts_at_end(plan)
+        return cls(leave, need, ends, finishes, chunk if keeps_to_chunks(plan) else None, checked_rules(approximate))
+
+
+def checked_rules(approximate: Sequence[str]) -> tuple[str, ...]:
+    """Return rules sorted, each once. Raises InputError for another value."""
+    if not isinstance(approximate, (tuple, list)) or not all(isinstance(rule, str) for rule in approximate):
+        raise InputError(
+            f"approximate= is a tuple of rules such as ('edit:window=64',), got {short(approximate)}; see "
+            "cache.conversation.approximate"
+        )
+    return tuple(sorted({*approximate}))
 
 
 def tells_answers_apart(plan: Plan) -> bool:

@@ -22,6 +22,7 @@ class StoreStats:
         hits: searches with a hit.
         misses: searches without a hit.
         disk_hits: hits loaded from disk.
+        approximate_hits: hits with approximate entries.
         tokens_asked: tokens of all searches.
         tokens_reused: tokens of the hits.
         added: nodes added.
@@ -43,6 +44,7 @@ class StoreStats:
     hits: int = 0
     misses: int = 0
     disk_hits: int = 0
+    approximate_hits: int = 0
     tokens_asked: int = 0
     tokens_reused: int = 0
     added: int = 0
