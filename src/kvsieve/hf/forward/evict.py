@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
 from kvsieve.cache import LayerMemory, keep, quantize_evicted
@@ -17,7 +18,7 @@ from kvsieve.hf.forward.recent import aligned, stored_slots
 from kvsieve.hf.forward.written import check_written, in_rows
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.protection import lost
-from kvsieve.planning.roles import Role
+from kvsieve.planning.roles import Evictor, Role
 from kvsieve.planning.roles.codec import ASKED
 from kvsieve.types import LayerContext, Selection, Step
 
@@ -56,6 +57,7 @@ def evict(plan: Plan, ctx: LayerContext, cache: SieveCache, due: tuple[bool, ...
                 check_protected(evictor, shown, selection)
             selection = stored_slots(selection, slots)
         layer = cache.sieve_layers[index]
+        selection = _real_only(evictor, selection, layer.store)
         check_written(evictor, selection, layer.store.dims)
         if conversation.protected is not None:
             protected, quotas = conversation.protected.at(layer.store.index, layer.store.valid)
@@ -75,6 +77,23 @@ def evict(plan: Plan, ctx: LayerContext, cache: SieveCache, due: tuple[bool, ...
         record.evicted.add(index)
         if prompt:
             record.kept[index] = layer.store.entries
+
+
+def _real_only(evictor: Evictor, selection: Selection, store: LayerMemory) -> Selection:
+    """Return a selection without filler: after an edit or a join, heads may have different numbers of entries."""
+    valid = store.valid
+    if evictor.traits.ragged or valid is None or valid.shape[1] == 1 or selection.writes:
+        return selection
+    indices = selection.indices if selection.indices.ndim == 3 else selection.indices[:, None]
+    heads = max(indices.shape[1], valid.shape[1])
+    indices = indices.expand(-1, heads, -1)
+    valid = valid.repeat_interleave(heads // valid.shape[1], 1)
+    real = selection.real()
+    chosen = valid.gather(2, indices)
+    if real is not None:
+        chosen = chosen & (real[:, None] if real.ndim == 2 else real)
+    counts = torch.zeros_like(valid, dtype=torch.uint8).scatter_reduce(2, indices, chosen.to(torch.uint8), "amax")
+    return pack_ragged(counts.bool())
 
 
 def closed_up(store: LayerMemory, room: int) -> LayerMemory:
