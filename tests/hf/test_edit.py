@@ -300,3 +300,32 @@ def test_a_conversation_becomes_another(model, ids):
         done = sieve.edit(cache, ids, window=0).become(new)
         assert torch.equal(done.ids, new) and done.reread == len(NEW)
         assert sieve.edit(cache, new).become(new).reread == 0
+
+
+def test_removed_entries_do_not_return_in_the_next_turn(model, ids):
+    """Heads that have kept different tokens have different numbers of entries after a cut."""
+    with attached(model, "snapkv") as sieve:
+        cache = sieve.prefill(ids)
+        done = sieve.edit(cache, ids, window=0).cut((40, 60))
+        before = [layer.store.index.clone() for layer in cache.all_layers]
+        more = torch.cat([done.ids, torch.randint(3, 90, (1, 6))], 1)
+        sieve.prefill(more, cache=cache)
+        uneven = False
+        for layer, old in zip(cache.all_layers, before, strict=True):
+            store = layer.store
+            real = torch.ones_like(store.index, dtype=torch.bool) if store.valid is None else store.valid
+            real = real.expand_as(store.index)
+            for head in range(store.heads):
+                columns = store.index[0, head][real[0, head]].tolist()
+                known = old[0, head].tolist()
+                uneven = uneven or -1 in known
+                assert columns == sorted(set(columns))
+                assert set(columns) <= {*known, *range(100, 106)} - {-1}
+        assert uneven
+
+
+def test_an_edit_moves_the_lengths_of_prompts(model, ids):
+    with attached(model) as sieve:
+        cache = sieve.prefill(ids)
+        sieve.edit(cache, ids, window=4).cut((30, 50))
+        assert cache.conversation.prompt_lengths == (100,)

@@ -7,25 +7,21 @@ or changed tokens stays. So a window of tokens after every edit is prefilled aga
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvsieve.cache import DenseStore, keep
-from kvsieve.core.selection import pack_ragged
 from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.failures import undone_on_failure
 from kvsieve.hf.cache.layer import SieveLayer
 from kvsieve.hf.cache.records import Turn, TurnRecord
 from kvsieve.hf.edit.difference import pieces_between
-from kvsieve.hf.edit.entries import LayerEntries
 from kvsieve.hf.edit.layout import Arrangement, Window, check_place, check_span, check_window
+from kvsieve.hf.edit.moved import MovedEntries
 from kvsieve.hf.forward.passes import closing
-from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.plans import Plan
 
@@ -213,50 +209,18 @@ def _check_protected(cache: SieveCache, layout: Arrangement) -> None:
 
 def _rewrite(model: AttachedModel, cache: SieveCache, layout: Arrangement, runs: list[tuple[int, int]]) -> None:
     """Give a cache the conversation of a layout: entries move, and `runs` of columns are prefilled."""
-    target = layout.target
-    fresh = layout.source < 0
-    layers = cache.sieve_layers
-    ragged = {index for index, layer in layers.items() if layer.store.is_ragged}
-    encoded = {index for index, layer in layers.items() if layer.store.is_encoded}
-    entries = {
-        index: LayerEntries.moved(layer.store, target, fresh, functools.partial(model.facts.rotate, index))
-        for index, layer in layers.items()
-    }
     turn = cache.conversation.turn
     known = cache.conversation.ids
+    entries = MovedEntries.of(model, cache, layout.target, layout.source < 0)
     cache.touch()
     # A new conversation for a store, which knows entries of the one before.
-    cache.conversation = cache.conversation.copy()
-    cache.conversation.turn = dataclasses.replace(
+    conversation = cache.conversation = cache.conversation.copy()
+    conversation.turn = dataclasses.replace(
         turn, reading=True, acts=False, deferred=[], record=TurnRecord(reduced=False)
     )
-    for start, end in runs:
-        _set(cache, {index: part.below(start) for index, part in entries.items()}, start)
-        request = PassRequest(Plan(name=model.plan.name), "prefill")
-        model.feed(cache, layout.ids[None, start:end], None, request)
-        for index, part in entries.items():
-            part.replace(start, end, layers[index].store)
-    size = len(layout.ids)
-    _set(cache, {index: part.below(size) for index, part in entries.items()}, size)
-    for index in ragged:
-        store = layers[index].store
-        real = torch.ones_like(store.index, dtype=torch.bool) if store.valid is None else store.valid
-        layers[index].store = keep(store, pack_ragged(real.expand_as(store.index)))
-    if model.plan.codec is not None:
-        for index in encoded:
-            layers[index].encode(model.plan.codec, ends_prompt=True)
-    cache.conversation.ids = None if known is None else layout.ids[None].to(known.device)
-    _move_records(cache, turn, target, size)
-
-
-def _set(cache: SieveCache, stores: dict[int, DenseStore], seen: int) -> None:
-    """Let a cache have seen `seen` columns, of which the stores have entries."""
-    for index, layer in cache.sieve_layers.items():
-        layer.store = stores[index]
-        layer.num_seen = seen
-        layer.view = None
-        layer.state = {}
-    cache.conversation.num_seen = seen
+    entries.put(model, cache, layout.ids, runs)
+    conversation.ids = None if known is None else layout.ids[None].to(known.device)
+    _move_records(cache, turn, layout.target, len(layout.ids))
 
 
 def _move_records(cache: SieveCache, turn: Turn, target: Tensor, size: int) -> None:

@@ -1,8 +1,8 @@
-"""Entries of a layer while a conversation is edited: moved, dropped, and prefilled again."""
+"""Entries of a layer at other columns: moved, dropped, joined, and prefilled again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ Rotate = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class LayerEntries:
-    """Entries of one layer by the columns that they have after an edit.
+    """Entries of one layer by the columns that they have after an edit or a join.
 
     Attributes:
         keys: [1, H, N, D].
@@ -58,6 +58,26 @@ class LayerEntries:
         stored.scatter_(2, column.masked_fill(column < 0, len(fresh)), True)
         stored = stored[..., :-1] | fresh.to(device)
         return cls(keys.clone(), dense.values.clone(), column, stored)
+
+    @classmethod
+    def joined(cls, parts: Sequence[LayerEntries]) -> LayerEntries:
+        """Return the entries of several, which have no column in common; dropped ones of all heads are left out."""
+        heads = max(part.column.shape[1] for part in parts)
+        wide = [part._with_heads(heads) for part in parts]
+        real = [(part.column >= 0).any(1)[0] for part in wide]
+        keys, values, column = (
+            torch.cat([tensor[:, :, own] for tensor, own in zip(tensors, real, strict=True)], 2)
+            for tensors in zip(*((part.keys, part.values, part.column) for part in wide), strict=True)
+        )
+        return cls(keys, values, column, torch.stack([part.stored for part in wide]).any(0))
+
+    def _with_heads(self, heads: int) -> LayerEntries:
+        """Return them with a copy per query head, if another cache stores `heads` of these."""
+        copies = heads // self.column.shape[1]
+        if copies == 1:
+            return self
+        parts = (self.keys, self.values, self.column, self.stored)
+        return LayerEntries(*(part.repeat_interleave(copies, 1) for part in parts))
 
     def below(self, end: int) -> DenseStore:
         """Return a store of the entries of columns before `end`, in order."""

@@ -1,0 +1,102 @@
+"""Entries of all layers at other columns: those of one cache for an edit, of several for a join."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsieve.cache import DenseStore, keep
+from kvsieve.core.selection import pack_ragged
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.edit.entries import LayerEntries
+from kvsieve.hf.forward.request import PassRequest
+from kvsieve.hf.runtime import AttachedModel
+from kvsieve.planning.plans import Plan
+
+
+@dataclass(frozen=True)
+class MovedEntries:
+    """Entries of all layers by their new columns.
+
+    Attributes:
+        layers: by index.
+        ragged: layers that store different numbers of entries per head.
+        encoded: layers with encoded entries.
+    """
+
+    layers: dict[int, LayerEntries]
+    ragged: frozenset[int]
+    encoded: frozenset[int]
+
+    @classmethod
+    def of(cls, model: AttachedModel, cache: SieveCache, target: Tensor, fresh: Tensor) -> MovedEntries:
+        """Return the entries of a cache, which does not change; see `LayerEntries.moved`."""
+        layers = cache.sieve_layers
+        entries = {
+            index: LayerEntries.moved(layer.store, target, fresh, functools.partial(model.facts.rotate, index))
+            for index, layer in layers.items()
+        }
+        ragged = frozenset(index for index, layer in layers.items() if layer.store.is_ragged)
+        encoded = frozenset(index for index, layer in layers.items() if layer.store.is_encoded)
+        return cls(entries, ragged, encoded)
+
+    @classmethod
+    def joined(cls, parts: Sequence[MovedEntries]) -> MovedEntries:
+        """Return the entries of several caches of one model, which have no column in common."""
+        layers = {index: LayerEntries.joined([part.layers[index] for part in parts]) for index in parts[0].layers}
+        ragged = frozenset().union(*(part.ragged for part in parts))
+        encoded = frozenset().union(*(part.encoded for part in parts))
+        return cls(layers, ragged, encoded)
+
+    def put(
+        self,
+        model: AttachedModel,
+        cache: SieveCache,
+        ids: Tensor,
+        spans: Sequence[tuple[int, int]],
+        done: Callable[[int], None] | None = None,
+    ) -> None:
+        """Let a cache have seen `ids` with these entries, and those of a prefill of `spans` of columns.
+
+        Each span sees the columns before it. The plan does not act.
+
+        Args:
+            model: of the cache.
+            cache: in a turn on which the plan does not act; its entries are replaced.
+            ids: int64 [N].
+            spans: ascending and half-open.
+            done: called with the number of tokens of `spans` that are prefilled.
+        """
+        layers = cache.sieve_layers
+        request = PassRequest(Plan(name=model.plan.name), "prefill", last_chunk=False)
+        prefilled = 0
+        for start, end in spans:
+            self._set(cache, start)
+            model.feed(cache, ids[None, start:end], None, request)
+            for index, part in self.layers.items():
+                part.replace(start, end, layers[index].store)
+            prefilled += end - start
+            if done is not None:
+                done(prefilled)
+        self._set(cache, len(ids))
+        for index in self.ragged:
+            store = layers[index].store
+            real = torch.ones_like(store.index, dtype=torch.bool) if store.valid is None else store.valid
+            layers[index].store = keep(store, pack_ragged(real.expand_as(store.index)))
+        if model.plan.codec is not None:
+            for index in self.encoded:
+                layers[index].encode(model.plan.codec, ends_prompt=True)
+
+    def _set(self, cache: SieveCache, seen: int) -> None:
+        """Let a cache have seen `seen` columns, with the entries of those."""
+        stores: dict[int, DenseStore] = {index: part.below(seen) for index, part in self.layers.items()}
+        for index, layer in cache.sieve_layers.items():
+            layer.store = stores[index]
+            layer.num_seen = seen
+            layer.view = None
+            layer.state = {}
+        cache.conversation.num_seen = seen
