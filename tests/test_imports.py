@@ -37,7 +37,7 @@ STOREYS: Storeys = (
 WINGS: dict[str, Storeys] = {
     "planning": (
         ("forms", "grammars", "loading", "parameters", "quantities", "suggestions", "specs", "profiles", "protection"),
-        ("budget", "defaults", "turns"),
+        ("budget", "defaults", "joins", "turns"),
         ("segments", "roles", "unset"),
         ("answers", "drafts"),
         ("plan_files",),

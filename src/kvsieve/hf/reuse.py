@@ -103,7 +103,9 @@ class StoredPrefixes:
     session: bool = False
     approximate: tuple[str, ...] = ()
 
-    def find(self, sieve: Any, ids: Sequence[int], chunk: int | None, leave: int = 1) -> FoundPrompt | None:
+    def find(
+        self, sieve: Any, ids: Sequence[int], chunk: int | None, leave: int = 1, *, ends: bool = True
+    ) -> FoundPrompt | None:
         """Return the longest stored prefix of a prompt, or None.
 
         Args:
@@ -111,8 +113,10 @@ class StoredPrefixes:
             ids: the prompt's tokens.
             chunk: tokens per forward pass, None for all at once.
             leave: tokens left to prefill; 0 for a prompt without an answer.
+            ends: False for the beginning of a longer prompt.
         """
-        options = {"turns": self._turns(ids), "leave": leave, "chunk": chunk, "approximate": self.approximate}
+        turns = self._turns(ids) if ends else ()
+        options = {"turns": turns, "leave": leave, "chunk": chunk, "approximate": self.approximate}
         return self.store.find(sieve, ids, self.owner, **options)
 
     def covered(self, sieve: Any, ids: Sequence[int], chunk: int | None) -> int:
@@ -154,6 +158,8 @@ class StoredPrefixes:
         chunk: int | None,
         progress: Progress | None,
         leave: int = 1,
+        *,
+        ends: bool = True,
     ) -> ReadPrefix:
         """Prefill all but the last tokens of a prompt, from the longest stored prefix if the cache is empty.
 
@@ -164,11 +170,12 @@ class StoredPrefixes:
             chunk: tokens per forward pass, None for all at once.
             progress: called with (tokens done, total tokens).
             leave: see `find`.
+            ends: see `find`.
         """
         known = ids[0].tolist()
         total = ids.shape[1]
         began = time.perf_counter()
-        found = None if cache.num_seen else self.find(sieve, known, chunk, leave)
+        found = None if cache.num_seen else self.find(sieve, known, chunk, leave, ends=ends)
         rules: tuple[str, ...] = ()
         if found is not None:
             cache.become(found.cache)
@@ -209,16 +216,27 @@ class StoredPrefixes:
         self.add(sieve, result.sequences[0].tolist(), cache, begun.seconds + result.stats.ttft_s, chunk)
         return dataclasses.replace(result, stats=begun.with_reuse(result.stats))
 
-    def prefill(self, sieve: Any, ids: Tensor, cache: SieveCache, options: dict[str, Any]) -> None:
-        """Prefill a prompt int64 [1, N] as ``Sieve.prefill`` does with options, from the longest stored prefix."""
+    def prefill(
+        self, sieve: Any, ids: Tensor, cache: SieveCache, options: dict[str, Any], *, ends: bool = True
+    ) -> ReadPrefix:
+        """Prefill a prompt int64 [1, N] as ``Sieve.prefill`` does with options, from the longest stored prefix.
+
+        ends: False for the beginning of a longer prompt, as ``Sieve.begin`` does.
+        """
         chunk = options.get("chunk")
-        begun = self.begin(sieve, ids, cache, chunk, options.get("progress"), leave=0)
+        progress = options.get("progress")
+        begun = self.begin(sieve, ids, cache, chunk, progress, leave=0, ends=ends)
         if cache.num_seen < ids.shape[1]:
             began = time.perf_counter()
-            sieve.prefill(ids, torch.ones_like(ids), cache=cache, **options)
+            options = {**options, "progress": shifted(progress, cache.num_seen, ids.shape[1])}
+            if ends:
+                sieve.prefill(ids, torch.ones_like(ids), cache=cache, **options)
+            else:
+                sieve.begin(ids, cache=cache, **options)
             seconds = begun.seconds + time.perf_counter() - began
             # The same text may be read ahead again.
             self.add(sieve, ids[0].tolist(), cache, seconds, chunk, anew=False)
+        return begun
 
 
 def approximately(rules: Sequence[str]) -> str:

@@ -8,12 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from kvsieve.errors import CacheStateError, InputError, short
+from kvsieve.errors import InputError, short
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.failures import undone_on_failure
 from kvsieve.hf.chat.chat import Chat
-from kvsieve.hf.edit.editor import WINDOW, Editor
-from kvsieve.hf.edit.layout import Window
+from kvsieve.hf.editing import EditingModel
 from kvsieve.hf.forward.passes import closing
 from kvsieve.hf.generate.ask import Prompt, asked
 from kvsieve.hf.generate.config import padding_token
@@ -33,15 +32,14 @@ from kvsieve.hf.prompt.constraints import PromptConstraints
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.hf.reuse import PromptStore, answer
-from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.grammars import Grammar
 from kvsieve.planning.plans import Plan
 
 # Names that completion shows of a Sieve; the rest is for drivers.
-_PUBLIC = "ask begin chat edit generate kept last_stats load model new_cache plan prefill save tokenizer".split()
+_PUBLIC = "ask begin chat edit generate join kept last_stats load model new_cache plan prefill save tokenizer".split()
 
 
-class Sieve(AttachedModel):
+class Sieve(EditingModel):
     """A model with a plan attached. Made by `attach`.
 
     Attributes:
@@ -130,25 +128,6 @@ class Sieve(AttachedModel):
         with closing(), undone_on_failure(cache):
             read_beginning(self, ids, cache, chunk, progress)
         return cache
-
-    def edit(self, cache: SieveCache, input_ids: Tensor, *, window: Window = WINDOW) -> Editor:
-        """Return an editor that cuts, replaces, inserts and moves tokens of a cache's conversation.
-
-        Entries of tokens that stay are reused, at new positions; see docs/chats.md.
-
-        Args:
-            cache: of this plan on this model, between turns; one conversation without padding.
-            input_ids: int64 [1, N], the N tokens that the cache has seen.
-            window: tokens prefilled again after every edit, or "all" for those up to the end, which is exact.
-
-        Raises:
-            InputError: other ids, or several rows.
-            UnsupportedOptionError: the plan or the model has entries that cannot move.
-            CacheStateError: see `prefill`.
-        """
-        self._check_attached()
-        self.check_cache(cache)
-        return Editor(self, cache, input_ids, window)
 
     def generate(
         self,
@@ -320,10 +299,3 @@ class Sieve(AttachedModel):
         self.use_tokenizer(tokenizer)
         options |= {"max_new_tokens": max_new_tokens, "chunk": chunk}
         return Chat(self, tokenizer, system, load=load, store=store, **options)
-
-    def _check_attached(self) -> None:
-        if not self.attached:
-            raise CacheStateError(
-                f"the `with` block that attached {self.plan.name!r} has ended, so the model runs without it: attach "
-                "the plan again (with kvsieve.attach(model, plan) as sieve: ...); caches of the same plan go on there"
-            )

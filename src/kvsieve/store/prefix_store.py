@@ -98,8 +98,8 @@ class PrefixStore:
             token_ids: the whole prompt.
             owner: owner of the nodes to search.
             also: further owners with nodes that may be used.
-            turns: token counts at which prompts end, this one included, for the results of a new prefill turn by turn.
-                None: continue any conversation, as a chat does.
+            turns: token counts at which prompts end, this one included, for the results of a new prefill turn by turn;
+                () for the beginning of a prompt. None: continue any conversation, as a chat does.
             leave: tokens left to prefill; 0 for a prompt without an answer.
             chunk: tokens per prefill chunk. Plans with entries that depend on chunk ends (sparse prompts, chunked
                 evictors, codecs without an evictor) match only nodes of the same chunk when `turns` are given.
@@ -128,7 +128,7 @@ class PrefixStore:
         if tokens == node.reuse.tokens:
             cache = revived(content, sieve)
         else:
-            cache = beginning(content, sieve, tokens, finished=tokens == len(ids))
+            cache = beginning(content, sieve, tokens, finished=request.finishes and tokens == len(ids))
             cache.conversation.note_approximate(rules)
         self._lineage.note(cache, node, tokens)
         return Found(cache, tokens, node.seconds * tokens / len(node.ids), content.mapped, rules)

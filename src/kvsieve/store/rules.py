@@ -123,6 +123,9 @@ class Request:
         plan = model.plan
         need = max(leave, 1, plan.queries(length), 2 if model.new_cache().has_state else 1)
         ends = None if turns is None else tuple(turns)
+        if ends == ():
+            # The prompt has further tokens than these.
+            need = leave
         finishes = leave == 0 and not acts_at_end(plan)
         return cls(leave, need, ends, finishes, chunk if keeps_to_chunks(plan) else None, checked_rules(approximate))
 

@@ -1,0 +1,191 @@
+"""Join of documents: each is prefilled alone, moved to its place, and prefilled again in part."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.errors import UnsupportedOptionError
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.records import TurnRecord
+from kvsieve.hf.edit.editor import why_not_edited
+from kvsieve.hf.edit.moved import MovedEntries
+from kvsieve.hf.forward.fed_ids import needs_ids
+from kvsieve.hf.forward.passes import closing
+from kvsieve.hf.join.documents import DocumentReader, Documents
+from kvsieve.hf.prompt.options import Progress
+from kvsieve.hf.runtime import AttachedModel
+from kvsieve.planning.joins import Join, Span
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Documents in one cache.
+
+    Attributes:
+        ids: int64 [1, N], the tokens before the documents, and theirs in order.
+        cache: to continue with ``torch.cat([ids, question], 1)``. Under a plan that acts on the question it is in the
+            middle of a prompt, without the last tokens of the documents, which the plan observes with the question.
+        kind: text form of the join, "link:tokens=32".
+        found: tokens of the documents that came from the store.
+        prefilled: tokens of the documents that were prefilled alone.
+        reused: tokens in the cache with these entries.
+        reread: tokens in the cache that were prefilled in their places, after all that precedes them.
+        seconds: time of the join.
+    """
+
+    ids: Tensor
+    cache: SieveCache
+    kind: str
+    found: int
+    prefilled: int
+    reused: int
+    reread: int
+    seconds: float
+
+
+def why_not_joined(model: AttachedModel) -> str | None:
+    """Return a clause why documents cannot be joined under a model's plan, or None."""
+    plan = model.plan
+    if plan.shortens_prompt:
+        return f"{plan.name} keeps a shorter prompt in their place"
+    if plan.propagate is not None:
+        return f"{plan.name} drops tokens between layers, chosen in the whole prompt"
+    cache = model.new_cache()
+    return why_not_edited(plan, cache) or model.facts.why_missing(("rotary",), cache.sieve_layers)
+
+
+@dataclass
+class Joining:
+    """A join in progress.
+
+    Attributes:
+        sieve: the attached model.
+        kind: of the join.
+        texts: the documents.
+        spans: columns to prefill again.
+        reader: of each document alone.
+        progress: called with (tokens done, total tokens).
+        seen: columns of the joined cache: under a plan that acts on the question all but those that it observes.
+        found: tokens of the documents that came from the store so far.
+        began: time of the start.
+    """
+
+    sieve: Any
+    kind: Join
+    texts: Documents
+    spans: list[Span]
+    reader: DocumentReader
+    progress: Progress | None
+    seen: int = 0
+    found: int = 0
+    began: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        size = self.texts.ids.shape[1]
+        self.seen = size if self.reader.ends else max(size - self.sieve.plan.queries(size), 0)
+        self.spans = [(start, min(end, self.seen)) for start, end in self.spans if start < self.seen]
+
+    def run(self) -> Joined:
+        """Return the joined documents. Raises UnsupportedOptionError for a plan or model that cannot join them."""
+        first = min(self.texts.start + self.texts.sizes[0], self.seen)
+        if _tokens([(max(start, first), end) for start, end in self.spans if end > first]) == self.seen - first:
+            return self._in_order(first)
+        reason = why_not_joined(self.sieve)
+        if reason is not None:
+            raise UnsupportedOptionError(
+                f"documents cannot be joined: {reason}; join them with kind='full', or use another plan"
+            )
+        return self._in_places()
+
+    def _in_order(self, first: int) -> Joined:
+        """Prefill everything in one prompt; first: columns up to the end of the first document."""
+        cache = self.sieve.new_cache()
+        known = 0
+        if self.seen:
+            cache, known = self.reader.prefill(self.texts.ids[:, : self.seen], self._note(self.seen, self.seen))
+        self.found = max(known - self.texts.start, 0)
+        alone = max(first - max(known, self.texts.start), 0)
+        return self._result(cache, alone, max(self.seen - max(known, first), 0))
+
+    def _in_places(self) -> Joined:
+        """Prefill every document alone, and move its entries."""
+        texts = self.texts
+        again = _tokens(self.spans)
+        total = self.seen + again
+        parts = []
+        acted: list[Span] = []
+        evicted: set[int] = set()
+        self.reader.prefill_beginning(texts.before, texts.start + min(texts.sizes))
+        for number, place in enumerate(texts.places):
+            if place >= self.seen:
+                continue
+            # The tokens before the documents are those of the first one.
+            begin = texts.start if number else 0
+            move = place - texts.start
+            cache, known = self.reader.prefill(texts.alone(number), self._note(total, self.seen, move, begin))
+            self.found += max(known - texts.start, 0)
+            target = torch.arange(cache.num_seen) + move
+            target[:begin] = -1
+            target[target >= self.seen] = -1
+            parts.append(MovedEntries.of(self.sieve, cache, target, torch.zeros(self.seen, dtype=torch.bool)))
+            acted += [(max(start, begin) + move, end + move) for start, end in cache.conversation.acted]
+            evicted |= cache.turn.record.evicted
+        cache = self.sieve.new_cache()
+        with closing():
+            self._fill(cache, MovedEntries.joined(parts), self._note(total, total, self.seen))
+        cache.conversation.acted = tuple(acted)
+        cache.turn.record.evicted = evicted
+        read = sum(size for size, place in zip(texts.sizes, texts.places, strict=True) if place < self.seen)
+        return self._result(cache, read - self.found, again)
+
+    def _fill(self, cache: SieveCache, entries: MovedEntries, done: Callable[[int], None] | None) -> None:
+        """Give a new cache the entries of all columns, and the records of a prefill."""
+        conversation = cache.conversation
+        conversation.batch = 1
+        cache.begin_turn(self.seen, acts=False)
+        ids = self.texts.ids[:, : self.seen]
+        entries.put(self.sieve, cache, ids[0], _pieces(self.spans, self.reader.chunk), done)
+        conversation.ids = ids.to(self.sieve.model.device) if needs_ids(self.sieve.plan) else None
+        turn = cache.turn
+        turn.acts = True
+        turn.record = TurnRecord()
+        if self.reader.ends:
+            turn.reading = False
+            turn.record.prompt_tokens = self.seen
+            turn.record.kept = {index: layer.store.entries for index, layer in cache.sieve_layers.items()}
+            conversation.prompt_lengths = (self.seen,)
+
+    def _result(self, cache: SieveCache, prefilled: int, reread: int) -> Joined:
+        seconds = time.perf_counter() - self.began
+        reused = self.seen - reread
+        return Joined(self.texts.ids, cache, self.kind.spec, self.found, prefilled, reused, reread, seconds)
+
+    def _note(self, total: int, most: int, move: int = 0, begin: int = 0) -> Callable[[int], None] | None:
+        """Return a callback for the number of tokens done of a part.
+
+        Args:
+            total: tokens of the join.
+            most: tokens of the join at the end of the part.
+            move: added to the part's tokens.
+            begin: first tokens of the part that are done before.
+        """
+        progress = self.progress
+        return None if progress is None else lambda done: progress(min(max(done, begin) + move, most), total)
+
+
+def _tokens(spans: list[Span]) -> int:
+    """Return the number of tokens of spans."""
+    return sum(end - start for start, end in spans)
+
+
+def _pieces(spans: list[Span], chunk: int | None) -> list[Span]:
+    """Return spans of at most `chunk` tokens."""
+    return [
+        (first, min(first + (chunk or end), end)) for start, end in spans for first in range(start, end, chunk or end)
+    ]

@@ -1,0 +1,131 @@
+"""Joins: rules by which documents that were prefilled alone become one prompt; their registry and their text form."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvsieve.errors import PlanError, short
+from kvsieve.planning.loading import canonical, load_methods
+from kvsieve.planning.parameters import Checked
+from kvsieve.planning.specs import split_specs
+from kvsieve.planning.suggestions import check_names, did_you_mean
+
+# Half-open columns.
+Span = tuple[int, int]
+
+
+class Join(Checked, ABC):
+    """Base of joins: chooses the tokens that are prefilled again once the documents are in their places.
+
+    A subclass is a frozen dataclass, registered by `register_join`; its fields are the parameters in its text form.
+    """
+
+    @abstractmethod
+    def again(self, sizes: Sequence[int], start: int) -> list[Span]:
+        """Return the columns to prefill again, in ascending order; each sees all columns before it.
+
+        Entries of the first document are exact, since it was prefilled in its place. If the spans cover all documents
+        after it, nothing is prefilled alone: the whole is one plain prefill.
+
+        Args:
+            sizes: tokens of each document, in order.
+            start: tokens before the first one.
+        """
+
+    @property
+    def spec(self) -> str:
+        """Text form, for `join_of`: "link:tokens=32"."""
+        fields = dataclasses.asdict(self)  # type: ignore[call-overload]
+        settings = [f"{name}={value}" for name, value in fields.items() if value is not None]
+        return ":".join([_info_of(type(self)).name, *settings])
+
+
+@dataclass(frozen=True)
+class JoinInfo:
+    """A registered join.
+
+    Attributes:
+        name: of the join.
+        title: name in the paper.
+        paper: its source, e.g. "arXiv 2410.15332".
+        summary: a line for tables.
+        kind: its class.
+    """
+
+    name: str
+    title: str
+    paper: str
+    summary: str
+    kind: type[Join]
+
+
+_JOINS: dict[str, JoinInfo] = {}
+J = TypeVar("J", bound=type[Join])
+
+
+def register_join(name: str, *, title: str, paper: str, summary: str) -> Callable[[J], J]:
+    """Register the decorated class, a frozen dataclass derived from Join, under `name`; see JoinInfo.
+
+    Raises PlanError for a name that is taken.
+    """
+
+    def add(kind: J) -> J:
+        key = canonical(name)
+        if key in _JOINS:
+            raise PlanError(f"a join named {name!r} is registered already, by {_JOINS[key].kind.__module__}")
+        _JOINS[key] = JoinInfo(name, title, paper, summary, kind)
+        return kind
+
+    return add
+
+
+def list_joins() -> list[str]:
+    """Return the names of all joins, in alphabetical order after "full"."""
+    load_methods()
+    return sorted((info.name for info in _JOINS.values()), key=lambda name: (name != "full", name))
+
+
+def join_info(name: str) -> JoinInfo:
+    """Return the facts of a join. Raises PlanError with a suggestion for an unknown name."""
+    known = list_joins()
+    info = _JOINS.get(canonical(name))
+    if info is None:
+        raise PlanError(f"unknown join {short(name)}{did_you_mean(name, known)}")
+    return info
+
+
+def join_of(value: Join | str) -> Join:
+    """Return a join, parsing text such as ``link:tokens=32``. Raises PlanError."""
+    if isinstance(value, Join):
+        return value
+    specs = split_specs(value) if isinstance(value, str) else []
+    if len(specs) != 1:
+        raise PlanError(f"a join is one name with its parameters, such as 'link:tokens=32', got {short(value)}")
+    ((name, settings),) = specs
+    info = join_info(name)
+    check_names(info.name, {field.name: None for field in dataclasses.fields(info.kind)}, settings)  # type: ignore[arg-type]
+    return info.kind(**settings)
+
+
+def checked_spans(join: Join, sizes: Sequence[int], start: int) -> list[Span]:
+    """Return the columns of `Join.again`. Raises PlanError for spans out of order, or outside the documents."""
+    spans = join.again(sizes, start)
+    end = start
+    for first, last in spans:
+        if not end <= first < last:
+            raise PlanError(f"{type(join).__name__}.again returned {short(spans)}, expected ascending spans")
+        end = last
+    if end > start + sum(sizes):
+        raise PlanError(f"{type(join).__name__}.again returned columns up to {end} of {start + sum(sizes)}")
+    return spans
+
+
+def _info_of(kind: type[Join]) -> JoinInfo:
+    for info in _JOINS.values():
+        if info.kind is kind:
+            return info
+    raise PlanError(f"{kind.__name__} is no registered join; put @register_join(...) above the class")
