@@ -119,6 +119,7 @@ def test_joined_documents_are_asked_under_plans(model, plan, kind, before):
         assert joined.ids.shape[1] - seen == (8 if plan in LATER else 0)
         assert joined.cache.conversation.half_read == (plan in LATER)
         assert joined.reused + joined.reread == seen
+        assert joined.cache.conversation.approximate == (() if kind == "full" else (kind,))
         result = answered(sieve, joined)
         assert result.sequences.shape[1] > joined.ids.shape[1] + 5
         for layer in result.cache.sieve_layers.values():

@@ -140,6 +140,7 @@ class Joining:
         with closing():
             self._fill(cache, MovedEntries.joined(parts), self._note(total, total, self.seen))
         cache.conversation.acted = tuple(acted)
+        cache.conversation.note_approximate([self.kind.spec])
         cache.turn.record.evicted = evicted
         read = sum(size for size, place in zip(texts.sizes, texts.places, strict=True) if place < self.seen)
         return self._result(cache, read - self.found, again)
