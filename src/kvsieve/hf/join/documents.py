@@ -24,7 +24,7 @@ Ids = Tensor | Sequence[int]
 
 
 @dataclass(frozen=True)
-class Documents:
+class JoinTexts:
     """Tokens of the documents of a join, and those before the first one.
 
     Attributes:
@@ -60,12 +60,12 @@ class Documents:
         return torch.cat([self.before, self.texts[number]])[None]
 
 
-def checked_documents(model: AttachedModel, documents: Any, before: Any) -> Documents:
+def checked_documents(model: AttachedModel, documents: Any, before: Any) -> JoinTexts:
     """Return the tokens of a join. Raises InputError for other than token ids, or more than the model's context."""
     if not isinstance(documents, (list, tuple)) or not documents:
         raise InputError(f"documents is a list of at least one document's token ids, got {short(documents)}")
     texts = tuple(_tokens(model, text, f"document {number}") for number, text in enumerate(documents))
-    found = Documents(torch.empty(0, dtype=torch.int64) if before is None else _tokens(model, before, "before"), texts)
+    found = JoinTexts(torch.empty(0, dtype=torch.int64) if before is None else _tokens(model, before, "before"), texts)
     context = context_of(model.config)
     total = found.start + sum(found.sizes)
     if context is not None and total > context:

@@ -17,7 +17,7 @@ from kvsieve.hf.edit.editor import why_not_edited
 from kvsieve.hf.edit.moved import MovedEntries
 from kvsieve.hf.forward.fed_ids import needs_ids
 from kvsieve.hf.forward.passes import closing
-from kvsieve.hf.join.documents import DocumentReader, Documents
+from kvsieve.hf.join.documents import DocumentReader, JoinTexts
 from kvsieve.hf.prompt.options import Progress
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.joins import Join, Span
@@ -78,7 +78,7 @@ class Joining:
 
     sieve: Any
     kind: Join
-    texts: Documents
+    texts: JoinTexts
     spans: list[Span]
     reader: DocumentReader
     progress: Progress | None
