@@ -11,7 +11,7 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.edit.editor import WINDOW, Editor
 from kvsieve.hf.edit.layout import Window
 from kvsieve.hf.inputs import check_callable
-from kvsieve.hf.join.documents import DocumentReader, checked_documents
+from kvsieve.hf.join.documents import JoinReader, checked_documents
 from kvsieve.hf.join.join import Joined, Joining
 from kvsieve.hf.prompt.checks import check_chunk
 from kvsieve.hf.reuse import PromptStore, StoredPrefixes, check_servable, check_store
@@ -87,7 +87,7 @@ class EditingModel(AttachedModel):
         texts = checked_documents(self, documents, before)
         spans = checked_spans(rule, texts.sizes, texts.start)
         stored = None if store is None else StoredPrefixes(store, owner)
-        reader = DocumentReader(self, stored, chunk, ends=not self.plan.query_aware)
+        reader = JoinReader(self, stored, chunk, ends=not self.plan.query_aware)
         return Joining(self, rule, texts, spans, reader, progress).run()
 
     def _check_attached(self) -> None:

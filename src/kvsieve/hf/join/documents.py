@@ -90,7 +90,7 @@ def _tokens(model: AttachedModel, ids: Any, name: str) -> Tensor:
 
 
 @dataclass
-class DocumentReader:
+class JoinReader:
     """Prefills texts, each in a cache of its own.
 
     Attributes:

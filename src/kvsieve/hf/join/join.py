@@ -17,7 +17,7 @@ from kvsieve.hf.edit.editor import why_not_edited
 from kvsieve.hf.edit.moved import MovedEntries
 from kvsieve.hf.forward.fed_ids import needs_ids
 from kvsieve.hf.forward.passes import closing
-from kvsieve.hf.join.documents import DocumentReader, JoinTexts
+from kvsieve.hf.join.documents import JoinReader, JoinTexts
 from kvsieve.hf.prompt.options import Progress
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.joins import Join, Span
@@ -80,7 +80,7 @@ class Joining:
     kind: Join
     texts: JoinTexts
     spans: list[Span]
-    reader: DocumentReader
+    reader: JoinReader
     progress: Progress | None
     seen: int = 0
     found: int = 0
