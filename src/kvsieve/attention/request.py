@@ -176,7 +176,8 @@ class AttentionRequest(Generic[Stored, Seen]):
     Attributes:
         asked: the queries, [B, Hq, L, D]; [X, G, D] over `KVRows`.
         stored: entries of the layer, or a tuple of parts of them, which are seen as one.
-        sees: `Near`, `Shown`, `ScaledPart`, `ChosenBlocks`, or of KV rows a `Choice`; None: the last L of N see all before them.
+        sees: `Near`, `Shown`, `ScaledPart`, `ChosenBlocks`, or of KV rows a `Choice`; None: the last L of N see all
+            before them.
     """
 
     asked: AttentionQueries
