@@ -61,6 +61,11 @@ def test_positions_are_torchs(dtype, rows):
     assert found.stride() == x.stride()
 
 
+def test_a_rotation_is_found_while_modules_are_fused():
+    with kvsieve.attach(build_model("llama"), kvsieve.plan("full"), decode="fused") as sieve:
+        assert sieve.engine.fused[1] and sieve.facts.why_missing(["rotary"], [0, 1]) is None
+
+
 @pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
 @pytest.mark.parametrize("name", sorted({CACHE, "past_key_values"}))
 def test_fused_attention_takes_its_cache_by_the_names_that_its_own_does(name):

@@ -9,6 +9,7 @@ first.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -168,6 +169,8 @@ def _renaming(own: Callable[..., Any], made: types.FunctionType) -> Callable[...
     if without_renaming(own) is own:
         return made
 
+    # Callers look its parameters up.
+    @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return (made if kwargs.keys().isdisjoint(CACHE_NAMES[1:]) else own)(self, *args, **kwargs)
 
