@@ -38,7 +38,7 @@ WINGS: dict[str, Storeys] = {
     "planning": (
         ("forms", "grammars", "loading", "parameters", "quantities", "suggestions", "specs", "profiles", "protection"),
         ("budget", "defaults", "joins", "turns"),
-        ("segments", "roles", "unset"),
+        ("documents", "segments", "roles", "unset"),
         ("answers", "drafts"),
         ("plan_files",),
         ("plans",),

@@ -41,7 +41,9 @@ def test_a_prompt_on_the_command_line(cli, model_dir, tmp_path):
 )
 def test_prompts_come_from_one_place(cli, given):
     code, out, err = cli("run", *given)
-    assert code == 2 and "give one of --prompt TEXT, --prompt-file FILE and --prompts-file FILE" in err
+    assert (
+        code == 2 and "give one of --prompt TEXT, --prompt-file FILE, --prompts-file FILE and --documents FILES" in err
+    )
 
 
 def test_a_byte_order_mark_is_no_part_of_a_prompt(cli, model_dir, tmp_path):

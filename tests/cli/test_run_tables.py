@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from kvsieve.cli.run_tables import print_stats
+from kvsieve.hf.generate.edited import EditedEntries
 
 
 def result(method: str, answer: str, differs_at: int | None = None, **stats) -> dict:
@@ -19,6 +20,7 @@ def result(method: str, answer: str, differs_at: int | None = None, **stats) -> 
         "tpot_s": 0.05,
         "peak_bytes": 2**30,
         "drafts": None,
+        "edited": None,
         "notes": [],
     }
     facts = {"method": method, "label": method, "answer": answer, "differs_at": differs_at}
@@ -75,6 +77,19 @@ def test_drafts_have_a_line_per_method(capsys):
     print_stats([{**FULL, "stats": SimpleNamespace(**{**vars(FULL["stats"]), "drafts": "3 of 8 accepted"})}, FAST])
     out = capsys.readouterr().out
     assert [line for line in out.splitlines() if "drafts" in line] == ["drafts: full: 3 of 8 accepted"]
+
+
+def test_edits_have_a_line_and_joins_another(capsys):
+    edited = EditedEntries(0.25, 900, 64, ["link:tokens=32"])
+    one = {**FULL, "stats": SimpleNamespace(**{**vars(FULL["stats"]), "edited": edited})}
+    print_stats([one])
+    line = "edited: full: 25% of the prompt's tokens approximate (link:tokens=32), 900 tokens reused, 64 prefilled"
+    assert line in capsys.readouterr().out
+    join = {"kind": "link:tokens=32", "documents": 3, "tokens": 964, "found": 10, "prefilled": 954, "reread": 64}
+    print_stats([{**one, "join": {**join, "seconds": 0.125}}])
+    out = capsys.readouterr().out
+    numbers = "3 documents, 964 tokens: 10 from the store, 954 prefilled alone, 64 in place, in 0.12 s; 25% approximate"
+    assert f"join: full: link:tokens=32, {numbers}" in out and "edited:" not in out
 
 
 def test_a_method_that_did_not_act_and_one_named_twice(capsys):

@@ -8,6 +8,7 @@ import torch
 import kvsieve
 from kvsieve.errors import InputError, UnsupportedOptionError
 from kvsieve.hf.chat.edits import CLEARED, stripped
+from kvsieve.store import PrefixStore
 from toy_chats import chat_tokenizer
 from toy_words import word_tokenizer
 
@@ -184,6 +185,23 @@ def test_tokens_prefilled_again_are_exact_no_more_and_no_less(model):
         assert cache.conversation.edits.spans == ((5, 6), (9, 24), (27, 38))
         result = sieve.generate(torch.cat([editor.ids, ids[:, :4]], 1), cache=cache, max_new_tokens=3, do_sample=False)
         assert result.stats.edited.share == round(27 / 42, 4)
+
+
+def test_a_stored_edited_conversation_has_its_columns(model, tokenizer):
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve, PrefixStore() as store:
+        chat = talk(sieve, tokenizer)
+        chat.replace(0, words(5, 3), window=4)
+        chat.ask("w1")
+        seen = chat.cache.num_seen
+        ids = chat.ids[0].tolist()
+        store.add(sieve, ids, chat.cache, 1.0)
+        for tokens in (seen, 60):
+            asked = [*ids[:tokens], 5, 6, 7]
+            found = store.find(sieve, asked, approximate=("edit:window=4",))
+            edits = found.cache.conversation.edits
+            assert edits == chat.cache.conversation.edits.up_to(tokens).without_counts() and edits.spans
+            result = sieve.generate(torch.tensor([asked]), cache=found.cache, max_new_tokens=2, do_sample=False)
+            assert result.stats.edited.share == round(edits.share(len(asked)), 4)
 
 
 def test_what_cannot_be_edited_is_refused_and_nothing_changes(model, tokenizer):

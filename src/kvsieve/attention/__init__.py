@@ -9,7 +9,6 @@ from kvsieve.attention.request import (
     EncodedEntries,
     FlatEntries,
     Near,
-    ScaledPart,
     Shown,
     Window,
 )
@@ -27,7 +26,6 @@ __all__ = [
     "Near",
     "ReadRows",
     "Reading",
-    "ScaledPart",
     "SharedChoices",
     "Sharing",
     "Shown",

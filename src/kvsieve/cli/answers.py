@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from kvsieve.cli.joined import EncodedDocuments, join_facts
 from kvsieve.cli.output import prefill_progress
 from kvsieve.cli.prompts import TextPrompt
 from kvsieve.cli.specs import MethodRun
@@ -32,10 +33,17 @@ _LONG = 1024
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """Tokens of a prompt. ids: int64 [1, N]. protect: spans of tokens that no method may evict."""
+    """Tokens of a prompt.
+
+    Attributes:
+        ids: int64 [1, N].
+        protect: spans of tokens that no method may evict.
+        documents: those that are prefilled alone, or None.
+    """
 
     ids: Tensor
     protect: list[tuple[int, int]]
+    documents: EncodedDocuments | None = None
 
 
 def encode(
@@ -44,16 +52,22 @@ def encode(
     roles: Sequence[str] = (),
     spans: Sequence[tuple[int, int]] = (),
     parse_special: bool = False,
+    join: str = "link",
 ) -> EncodedPrompt:
     """Apply the chat template, if any, and tokenize; with roles, the spans of their messages are protected.
 
-    Control tokens in the prompt are text, unless parse_special. Raises InputError.
+    Control tokens in the prompt are text, unless parse_special. join: of the prompt's documents. Raises InputError.
     """
     import torch
 
+    from kvsieve.planning.documents import document_prompt
     from kvsieve.planning.segments import role_spans
     from kvsieve.planning.turns import prompt_ids
 
+    if prompt.documents:
+        parts = document_prompt(tokenizer, prompt.messages, prompt.documents, parse_special)
+        documents = EncodedDocuments(parts.before, parts.documents, join)
+        return EncodedPrompt(torch.tensor([parts.ids], dtype=torch.int64), [*spans], documents)
     protect = [*spans]
     if roles:
         protect += role_spans(tokenizer, prompt.messages, roles, parse_special=parse_special)[1]
@@ -135,7 +149,8 @@ def run_batches(
     Methods share the prefill of each prompt if `how` says so and prompts are long; see `_shares`.
 
     Each is ``{"index", "method", "label", "parameters", "answer", "tokens", "stats"}``, with "kept" if requested. If
-    methods share a prefill, "shared_prefill_s" is its seconds, None for a method that does not use it.
+    methods share a prefill, "shared_prefill_s" is its seconds, None for a method that does not use it. "join" has the
+    numbers of the join of a prompt's documents.
 
     warm: run a few tokens first, so that times can be compared.
 
@@ -177,9 +192,9 @@ def run_batches(
                     for first in range(0, len(prompts), batch):
                         rows = prompts[first : first + batch]
                         with prefill_progress(f"{run.label}{_place(start + first, len(rows), asked)}") as progress:
-                            answers, result = _answer(sieve, rows, store, reader, progress=progress, **options)
+                            answers, result, joined = _answer(sieve, rows, store, reader, progress=progress, **options)
                         for index, tokens in enumerate(answers, start + first):
-                            yield {"index": index, **_facts(run, tokenizer, tokens, result, how, reader)}
+                            yield {"index": index, **_facts(run, tokenizer, tokens, result, how, reader), **joined}
 
 
 def _shares(asked: Sequence[EncodedPrompt], batch: int, how: Generation) -> bool:
@@ -223,8 +238,8 @@ def _warm_up(model: Any, prompt: Tensor) -> None:
 
 def _answer(
     sieve: Any, rows: Sequence[EncodedPrompt], store: PromptStore | None, shared: DocumentReader | None, **options: Any
-) -> tuple[list[list[int]], GenerateResult]:
-    """Return the tokens of the answers to prompts, padded on the left to one batch.
+) -> tuple[list[list[int]], GenerateResult, dict[str, Any]]:
+    """Return the tokens of the answers to prompts, padded on the left to one batch, and "join" if there was one.
 
     shared: the shared prefill of a single prompt, or None.
     """
@@ -245,11 +260,21 @@ def _answer(
     ends = stop_ids(sieve.tokenizer, sieve.model.generation_config.eos_token_id)
     options |= {"eos_token_id": sorted(ends) or None, "pad_token_id": filler, "measure": True}
     cache = None if shared is None else shared.begin(sieve, ids)
+    documents = rows[0].documents
+    facts: dict[str, Any] = {}
+    if documents is not None:
+        joined = documents.join(sieve, store, options)
+        cache = joined.cache
+        facts["join"] = join_facts(joined, len(documents.documents))
     if cache is None and store is not None:
         result = answer(sieve, ids, options, store)
     else:
         result = sieve.generate(ids, mask, cache=cache, protect=[prompt.protect for prompt in rows], **options)
-    if shared is not None and shared.prefix is not None:
+    if documents is not None:
+        stats = ReadPrefix(joined.found, took=joined.seconds).with_reuse(result.stats)
+        # The join's own peak is not measured.
+        result = replace(result, stats=replace(stats, peak_bytes=None))
+    elif shared is not None and shared.prefix is not None:
         stats = result.stats
         if cache is None:
             stats = replace(stats, notes=[*stats.notes, ALONE])
@@ -259,4 +284,4 @@ def _answer(
         result = replace(result, stats=replace(stats, peak_bytes=None))
     # Rows that ended earlier are padded.
     answers = result.sequences[:, longest:].tolist()
-    return [[*itertools.takewhile(lambda token: token not in ends, row)] for row in answers], result
+    return [[*itertools.takewhile(lambda token: token not in ends, row)] for row in answers], result, facts

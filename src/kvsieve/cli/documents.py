@@ -23,10 +23,12 @@ def read_documents(names: Sequence[str]) -> str:
         InputError: a file cannot be read, or has no text.
         KvsieveError: a library for such files is missing.
     """
-    texts = [_read(name).strip() for name in names]
-    if len(names) == 1:
-        return texts[0]
-    return "\n\n".join(f"{Path(name).name}\n\n{text}" for name, text in zip(names, texts, strict=True))
+    return _read(names[0]).strip() if len(names) == 1 else "\n\n".join(document_texts(names))
+
+
+def document_texts(names: Sequence[str]) -> list[str]:
+    """Return the text of each file after its name; see `read_documents`."""
+    return [f"{Path(name).name}\n\n{_read(name).strip()}" for name in names]
 
 
 def _read(name: str) -> str:

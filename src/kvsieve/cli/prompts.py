@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,19 @@ BYTE_ORDER_MARK = "\ufeff"
 
 @dataclass(frozen=True)
 class TextPrompt:
-    """A prompt. text: with the question. system: the system prompt. extra: other fields of its line of JSON."""
+    """A prompt.
+
+    Attributes:
+        text: of the user, with the question.
+        system: the system prompt.
+        extra: other fields of its line of JSON.
+        documents: texts before it that are prefilled alone.
+    """
 
     text: str
     system: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    documents: tuple[str, ...] = ()
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -31,14 +40,27 @@ class TextPrompt:
 
 
 def given_prompts(
-    text: str | None, file: str | None, many: str | None, question: str | None, system: str | None
+    text: str | None,
+    file: str | None,
+    many: str | None,
+    question: str | None,
+    system: str | None,
+    documents: Sequence[str] = (),
 ) -> list[TextPrompt]:
-    """Return the prompts of exactly one of --prompt, --prompt-file and --prompts-file. Raises InputError."""
-    sources = {"--prompt": text, "--prompt-file": file, "--prompts-file": many}
+    """Return the prompts of exactly one of --prompt, --prompt-file, --prompts-file and --documents.
+
+    documents: texts. Raises InputError.
+    """
+    sources = {"--prompt": text, "--prompt-file": file, "--prompts-file": many, "--documents": documents or None}
     named = [option for option, value in sources.items() if value is not None]
     if len(named) != 1:
         got = " and ".join(named) or "none"
-        raise InputError(f"give one of --prompt TEXT, --prompt-file FILE and --prompts-file FILE, got {got}")
+        raise InputError(
+            f"give one of --prompt TEXT, --prompt-file FILE, --prompts-file FILE and --documents FILES, got {got}"
+        )
+    if documents:
+        check_characters("--question", question or "")
+        return [TextPrompt(question or "", system, documents=tuple(documents))]
     if many is not None:
         return read_prompts(many, question, system)
     if file is not None:

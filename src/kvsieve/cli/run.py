@@ -10,6 +10,7 @@ import typer
 
 from kvsieve.cli.answers import Generation, check_lengths, encode, run_batches, run_methods
 from kvsieve.cli.drafts import DraftOption, parse_draft
+from kvsieve.cli.joined import DocumentsOption, JoinOption, given_documents, parse_join
 from kvsieve.cli.kept import check_kept, found_json, print_found, print_map, write_page
 from kvsieve.cli.loading import (
     DecodeOption,
@@ -70,6 +71,8 @@ def run_command(
         str | None,
         option(PROMPT, 'File with one prompt per line, as text or JSON {"prompt": "..."}; - is stdin (default: none)'),
     ] = None,
+    documents: DocumentsOption = None,
+    join: JoinOption = None,
     question: Annotated[str | None, option(PROMPT, "Question, appended after a blank line (default: none)")] = None,
     system: SystemOption = None,
     parse_special: Annotated[
@@ -136,7 +139,11 @@ def run_command(
     sampling = parse_sampling(temperature, top_p, top_k, seed)
     specs = [*compared_specs(compare, budget, profile), chosen_spec(method, budget, settings or [], profile)]
     parts = parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
-    prompts = given_prompts(prompt, prompt_file, prompts_file, question, system)
+    unusable = {"--protect": protect, "--memory": memory}
+    prompts = given_prompts(
+        prompt, prompt_file, prompts_file, question, system, given_documents(documents, question, unusable)
+    )
+    kind = parse_join(join, prompts[0].documents)
     grammar = None if json_schema is None else read_schema(json_schema)
     roles, spans = parse_protect(protect or [], all(part.system for part in prompts))
     texts = check_kept(show_kept, find, prompts_file, as_json)
@@ -153,13 +160,13 @@ def run_command(
         batch = fitted.rows
         decode = fitted.decode
     loaded, tokenizer = load_model(model, dtype, device, weights)
-    asked = [encode(tokenizer, part, roles, spans, parse_special) for part in prompts]
+    asked = [encode(tokenizer, part, roles, spans, parse_special, kind) for part in prompts]
     how = Generation(
         *(chunk, max_new_tokens, decode, sampling, seed),
         kept=show_kept is not None or bool(texts),
         store=store,
         # The shared prefill would take memory besides each method's own cache.
-        share=len(runs) > 1 and memory is None,
+        share=len(runs) > 1 and memory is None and not documents,
         draft=drafts,
         grammar=grammar,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from kvsieve.cli.joined import print_joins
 from kvsieve.cli.output import NARROW, WIDE, print_table, show
 from kvsieve.planning.registry import method_info
 from kvsieve.report.display import span
@@ -47,9 +48,12 @@ def print_stats(results: list[dict[str, Any]], name: str = "method", *, wide: bo
     if seconds:
         show(f"The prompt was prefilled once, in {seconds:.1f} s; first token: seconds after that.")
         show("kvsieve bench times each method alone.")
+    print_joins(results, name)
     for result in results:
         if result["stats"].drafts is not None:
             show(f"drafts: {result[name]}: {result['stats'].drafts}")
+        if result["stats"].edited is not None and "join" not in result:
+            show(f"edited: {result[name]}: {result['stats'].edited}")
         for note in result["stats"].notes:
             show(f"note: {result[name]}: {note}")
 
