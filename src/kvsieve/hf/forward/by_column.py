@@ -12,7 +12,7 @@ from kvsieve.types import AttentionQueries
 
 # Numbers of a mask at a time, and most queries that share one.
 _ELEMENTS = 1 << 24
-_QUERIES = 512
+_QUERIES = 256
 
 
 def attend_by_column(asked: AttentionQueries, store: DenseStore, columns: Tensor) -> Tensor:
