@@ -110,6 +110,16 @@ def test_edits_work_under_plans(model, ids, plan, name):
         assert result.sequences.shape[1] == more.shape[1] + 4
 
 
+def test_latent_entries_are_refused(ids):
+    """Only a part of each is rotated."""
+    with kvsieve.attach(build("deepseek_v3"), kvsieve.plan("full")) as sieve:
+        cache = sieve.prefill(ids)
+        with pytest.raises(UnsupportedOptionError, match="latent attention"):
+            sieve.edit(cache, ids)
+        with pytest.raises(UnsupportedOptionError, match="latent attention"):
+            sieve.join([ids[:, :20], ids[:, 20:40]], kind="modules")
+
+
 @pytest.mark.parametrize("plan", ["full", "snapkv", "adakv", "kivi"])
 def test_kept_tokens_are_those_of_before(model, ids, plan):
     with attached(model, plan) as sieve:

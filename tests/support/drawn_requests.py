@@ -16,6 +16,7 @@ from kvsieve.attention import (
     FlatEntries,
     Latents,
     Near,
+    ScaledPart,
     Shown,
     UpProjection,
     Window,
@@ -26,7 +27,20 @@ from kvsieve.core.blocks import BlockGrid
 from kvsieve.core.kv_rows import Choice, DeviceLength, KVRows
 from kvsieve.methods import Int8
 
-KINDS = ("token", "prompt", "recorded", "flat", "encoded", "window", "mask", "blocks", "latents", "rows", "chosen")
+KINDS = (
+    "token",
+    "prompt",
+    "recorded",
+    "flat",
+    "encoded",
+    "window",
+    "mask",
+    "scaled",
+    "blocks",
+    "latents",
+    "rows",
+    "chosen",
+)
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
@@ -142,6 +156,11 @@ class Draw:
         mask = torch.rand(shape, generator=self.numbers) < 0.5
         mask[..., 0] = True
         return DenseEntries(*self.entries()), Shown(mask)
+
+    def scaled(self):
+        stored, sees = self.mask()
+        part = torch.rand(self.batch, self.dice.choice((1, self.heads)), self.length, generator=self.numbers) < 0.5
+        return stored, ScaledPart(sees.mask, part, self.dice.choice((0.8, 1.0, 1.3)))
 
     def blocks(self):
         grid = BlockGrid(self.new, self.length, 16, self.dice.choice((8, 16)))

@@ -9,6 +9,7 @@ from kvsieve.attention.request import (
     EncodedEntries,
     FlatEntries,
     Near,
+    ScaledPart,
     Shown,
     Window,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "Near",
     "ReadRows",
     "Reading",
+    "ScaledPart",
     "SharedChoices",
     "Sharing",
     "Shown",

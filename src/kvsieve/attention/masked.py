@@ -6,7 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvsieve.attention.request import AttentionRequest, DenseEntries, Executor, Shown, float_mask, why_not_plain
+from kvsieve.attention.request import (
+    AttentionRequest,
+    DenseEntries,
+    Executor,
+    ScaledPart,
+    Shown,
+    float_mask,
+    why_not_plain,
+)
+from kvsieve.core.scoring import score_dtype
 from kvsieve.core.softmax import cap, sinks_of, softmax
 
 # Logits held at a time.
@@ -35,7 +44,7 @@ def _torch(request: _Request) -> Tensor:
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=groups > 1)
 
 
-def _products(request: _Request) -> Tensor:
+def _products(request: AttentionRequest[DenseEntries, Shown | ScaledPart]) -> Tensor:
     """Attend by products; the output of a query that sees nothing is finite and otherwise undefined."""
     asked = request.asked
     mask = request.sees.mask
@@ -50,6 +59,7 @@ def _products(request: _Request) -> Tensor:
     sinks = sinks_of(asked, heads, groups, 1, 1)
     log_weight = request.stored.log_weight
     least = torch.finfo(query.dtype).min
+    scaled = request.sees if isinstance(request.sees, ScaledPart) else None
     block = max(16, _ELEMENTS // (batch * query_heads * length))
     parts = []
     for first in range(0, new, block):
@@ -59,12 +69,26 @@ def _products(request: _Request) -> Tensor:
         if log_weight is not None:
             logits += log_weight[:, :, None, None].to(logits.dtype)
         seen = mask if mask.shape[3] == 1 else mask[:, :, :, first : first + block]
-        weights = softmax(logits.masked_fill_(~seen, least), sinks)
+        logits = logits.masked_fill_(~seen, least)
+        if scaled is not None:
+            logits = _with_scaled(logits, seen & scaled.part[:, :, None, None], scaled.factor)
+        weights = softmax(logits, sinks).to(values.dtype)
         parts.append((weights.flatten(2, 3) @ values).view(batch, query_heads, some.shape[2], -1))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def _with_scaled(logits: Tensor, part: Tensor, factor: float) -> Tensor:
+    """Return logits with which a part, bool of their shape, has its log-sum-exp times a factor."""
+    dtype = score_dtype(logits.dtype)
+    own = logits.to(dtype)
+    total = own.masked_fill(~part, float("-inf")).logsumexp(-1, keepdim=True)
+    # A query that sees nothing of the part has nothing to change.
+    change = ((factor - 1) * total).nan_to_num(0, 0, 0)
+    return torch.where(part, own + change, own)
 
 
 SHOWN = (
     Executor("torch", why_not_plain, _torch),
     Executor("products", lambda request: None, _products),
 )
+SCALED = (Executor("products", lambda request: None, _products),)

@@ -17,6 +17,7 @@ from kvsieve.attention.request import (
     Executor,
     FlatEntries,
     Near,
+    ScaledPart,
     Shown,
 )
 from kvsieve.core.kv_rows import Choice, KVRows
@@ -38,6 +39,11 @@ def reference_attention(request: AttentionRequest[Any, Any]) -> Tensor:
     *before, last = request.stored if isinstance(request.stored, tuple) else (request.stored,)
     parts = [*(_part(part, 0) for part in before), _part(last, new)]
     masks = _seen(sees, [part[0].shape[2] for part in parts], asked.query)
+    if isinstance(sees, ScaledPart):
+        # The part is attended to alone, and the others once more.
+        own = sees.part.repeat_interleave(query_heads // sees.part.shape[1], 1)[:, :, None]
+        parts = parts * 2
+        masks = [masks[0] & own, masks[0] & ~own]
     sums = [
         _sums(
             asked,
@@ -48,6 +54,8 @@ def reference_attention(request: AttentionRequest[Any, Any]) -> Tensor:
         )
         for (keys, values, real, log_weight), mask in zip(parts, masks, strict=True)
     ]
+    if isinstance(sees, ScaledPart):
+        sums[0] = _scaled(sums[0], sees.factor)
     sinks = None if asked.sinks is None else asked.sinks.to(sums[0][0].dtype).repeat(batch)[:, None]
     return joined(sums, sinks).view(batch, query_heads, new, -1).to(asked.query.dtype)
 
@@ -68,6 +76,12 @@ def _sums(asked: AttentionQueries, keys: Tensor, values: Tensor, mask: Tensor, l
     weights = (logits - top[..., None]).exp()
     sums = weights @ values, top, weights.sum(-1)
     return tuple(part.flatten(0, 1)[:, None] for part in sums)  # type: ignore[return-value]
+
+
+def _scaled(sums: Sums, factor: float) -> Sums:
+    """Return the sums of a part with its log-sum-exp times a factor."""
+    acc, top, total = sums
+    return acc / total[..., None], factor * (top + total.log()), torch.ones_like(total)
 
 
 def _part(stored: object, new: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -106,7 +120,7 @@ def _seen(sees: object, sizes: list[int], query: Tensor) -> list[Tensor]:
     """Return the masks of the visible entries of each part, bool, broadcastable to [B, Hq, L, N]."""
     length, (query_heads, new) = sum(sizes), query.shape[1:3]
     slots = torch.arange(length, device=query.device)
-    if isinstance(sees, Shown):
+    if isinstance(sees, (Shown, ScaledPart)):
         mask = sees.mask.expand(*sees.mask.shape[:2], new, length)
     elif isinstance(sees, Near):
         mask = sees.window.sees(sees.positions[:, -new:, None], sees.positions[:, None])[:, None]

@@ -109,6 +109,21 @@ class Shown:
 
 
 @dataclass
+class ScaledPart:
+    """Entries of which a part's log-sum-exp of logits is scaled before it is merged with that of the others.
+
+    Attributes:
+        mask: as in `Shown`.
+        part: bool [B, H or 1, N], the entries of the part.
+        factor: of the part's log-sum-exp.
+    """
+
+    mask: Tensor
+    part: Tensor
+    factor: float
+
+
+@dataclass
 class ChosenBlocks:
     """Blocks of keys that the queries of a prompt attend to.
 
@@ -161,7 +176,8 @@ class AttentionRequest(Generic[Stored, Seen]):
     Attributes:
         asked: the queries, [B, Hq, L, D]; [X, G, D] over `KVRows`.
         stored: entries of the layer, or a tuple of parts of them, which are seen as one.
-        sees: `Near`, `Shown`, `ChosenBlocks`, or of KV rows a `Choice`; None: the last L of N see all before them.
+        sees: `Near`, `Shown`, `ScaledPart`, `ChosenBlocks`, or of KV rows a `Choice`; None: the last L of N see all
+            before them.
     """
 
     asked: AttentionQueries

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvsieve.attention.choice import LONG
 from kvsieve.attention.dense import TOKEN, TOKEN_KERNEL, prompt_rows
 from kvsieve.attention.latent import Latents, latent_rows
-from kvsieve.attention.masked import SHOWN
+from kvsieve.attention.masked import SCALED, SHOWN
 from kvsieve.attention.packed import ENCODED
 from kvsieve.attention.prompt import chosen_rows
 from kvsieve.attention.ragged import FLAT, FLAT_KERNEL
@@ -27,6 +27,7 @@ from kvsieve.attention.request import (
     Executor,
     FlatEntries,
     Near,
+    ScaledPart,
     Shown,
 )
 from kvsieve.attention.sparse import KV_ROWS
@@ -86,6 +87,7 @@ _TABLE: dict[tuple[type, type], tuple[Executor, ...]] = {
         (DenseEntries, ChosenBlocks): chosen_rows(attend),
         (DenseEntries, Near): near_rows(attend),
         (DenseEntries, Shown): SHOWN,
+        (DenseEntries, ScaledPart): SCALED,
         (FlatEntries, _NONE): FLAT,
         (EncodedEntries, _NONE): ENCODED,
         (Latents, _NONE): latent_rows(attend),

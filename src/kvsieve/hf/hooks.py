@@ -138,6 +138,10 @@ def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any], taken_as: st
     token_ids = None if outer_ids is None or fed is None else outer_ids[:, -fed.shape[1] :]
     session = passes.open_session(model.context, model.plan, cache, {**kwargs, **outer_inputs, "token_ids": token_ids})
     positions = kwargs.get("position_ids")
+    if cache.conversation.parallel is not None:
+        # Its caller does not know where the text after the documents is.
+        positions = session.tokens.token_index if positions is None else positions
+        positions = kwargs["position_ids"] = positions + cache.conversation.position_shift
     if several and positions is not None and positions.ndim == 3:
         if bool((positions != positions[:1]).any()):
             session.cache.conversation.multi_axis_positions = True

@@ -44,6 +44,58 @@ class Join(Checked, ABC):
         return ":".join([_info_of(type(self)).name, *settings])
 
 
+class SelectiveJoin(Join):
+    """Base of joins that choose tokens by their entries: all pass the first layers, chosen ones the others.
+
+    Tokens of the first document, with exact entries, take no part.
+    """
+
+    def again(self, sizes: Sequence[int], start: int) -> list[Span]:
+        """Return no columns: the model's hidden states decide which are prefilled again."""
+        return []
+
+    @abstractmethod
+    def source(self, num_layers: int) -> int:
+        """Return the index of the last layer that computes all tokens, one before the model's last.
+
+        Raises PlanError for a model of `num_layers` layers without it.
+        """
+
+    @abstractmethod
+    def tokens(self, layer: int, num_layers: int, total: int) -> int:
+        """Return the number of tokens that continue after a layer, from `source` on; at least 1.
+
+        Args:
+            layer: its index.
+            num_layers: layers of the model.
+            total: tokens after the first document.
+        """
+
+    def chosen(self, num_layers: int, total: int) -> int:
+        """Return the number of tokens that reach the last layer; see `tokens`."""
+        layers = range(self.source(num_layers), num_layers - 1)
+        return min([total, *(self.tokens(layer, num_layers, total) for layer in layers)])
+
+
+class ParallelJoin(Join):
+    """Base of joins that leave documents at the same positions; text after them begins after the longest.
+
+    Later attention divides the logits of their entries by `temperature`, and multiplies the log-sum-exp of these by
+    `factor` before it is merged with that of all other entries.
+    """
+
+    temperature: float
+
+    @property
+    @abstractmethod
+    def factor(self) -> float:
+        """Factor of the log-sum-exp."""
+
+    def again(self, sizes: Sequence[int], start: int) -> list[Span]:
+        """Return no columns: every document is as it was alone."""
+        return []
+
+
 @dataclass(frozen=True)
 class JoinInfo:
     """A registered join.

@@ -160,6 +160,8 @@ def why_not(model: AttachedModel, cache: SieveCache) -> str | None:
         return reason
     if conversation.multi_axis_positions:
         return "it holds images, which token ids do not tell"
+    if conversation.parallel is not None:
+        return "its documents are at the same positions"
     if cache.owner.adopted:
         return "two plans have read it"
     if conversation.protected is not None:

@@ -15,13 +15,17 @@ from kvsieve.hf.cache.states import CacheLayer, stacked_states
 
 
 def can_stack(caches: Sequence[SieveCache]) -> bool:
-    """Return True if `stack` supports them: same model, tokens seen and heads; none latent, encoded or a view."""
+    """Return True if `stack` supports them: same model, tokens seen and heads; none latent, encoded or a view.
+
+    Documents in parallel are attended to one cache at a time.
+    """
     first = caches[0]
     return all(
         cache.owner.decoder() is first.owner.decoder()
         and cache.num_seen == first.num_seen
         and cache.conversation.protected is None
         and cache.conversation.ends is None
+        and cache.conversation.parallel is None
         and all(map(_alike, cache.all_layers, first.all_layers))
         for cache in caches
     )

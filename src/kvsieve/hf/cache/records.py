@@ -82,6 +82,21 @@ class PropagatedTokens:
         return dataclasses.replace(self, columns=self.columns.index_select(0, rows.to(self.columns.device)))
 
 
+@dataclass(frozen=True)
+class ParallelDocuments:
+    """Documents at the same positions, with entries of columns of their own.
+
+    Attributes:
+        start: first column.
+        end: column after the last one.
+        factor: of the log-sum-exp of their logits, before it is merged with that of the other entries.
+    """
+
+    start: int
+    end: int
+    factor: float
+
+
 @dataclass
 class Turn:
     """One turn of a conversation: its prompt, then its answer.
@@ -154,7 +169,8 @@ class Conversation:
             for others.
         multi_axis_positions: True once tokens had positions on several axes, such as an image's: later positions do not
             simply count on.
-        position_shift: position of a token less its index, after images; 0 for text.
+        position_shift: position of a token less its index, after images or parallel documents; 0 for text.
+        parallel: documents at the same positions; None for none.
         propagated: places where tokens were dropped between layers, in order.
         acted: (start, end) columns of the prompts that the plan has acted on, in order.
         tables: minimum and maximum length of the rotary tables used so far; None if tables do not depend on it.
@@ -174,6 +190,7 @@ class Conversation:
     ids: Tensor | None = None
     multi_axis_positions: bool = False
     position_shift: int = 0
+    parallel: ParallelDocuments | None = None
     propagated: tuple[PropagatedTokens, ...] = ()
     acted: tuple[tuple[int, int], ...] = ()
     tables: tuple[int, int] | None = None

@@ -185,6 +185,8 @@ def check_plan(session: Session) -> None:
     """Raise Refused for a plan with work on this token that cannot be recorded."""
     evictor = session.plan.evict
     reader = session.plan.read
+    if session.cache.conversation.parallel is not None:
+        raise Refused("documents in parallel are attended to in two parts")
     for layer in session.cache.sieve_layers.values():
         if layer.store.is_encoded and (reader is not None or layer.view is not None):
             raise Refused("encoded entries are decoded one by one as they are chosen")

@@ -182,8 +182,12 @@ def why_not_edited(plan: Plan, cache: SieveCache) -> str | None:
         return "the model has recurrent layers, or layers with a window, which do not go back"
     if any(not isinstance(layer, SieveLayer) for layer in cache.all_layers if layer.memory is not None):
         return "the model has layers with entries of another form"
+    if any(layer.is_latent for layer in cache.all_layers):
+        return "the model has latent attention, with positions in a part of each entry"
     if conversation.short_prompt is not None:
         return f"{plan.name} keeps a shorter prompt in its place"
+    if conversation.parallel is not None:
+        return "its documents are at the same positions"
     if conversation.multi_axis_positions or conversation.position_shift:
         return "it has images, with positions of their own"
     if plan.rest is not None:

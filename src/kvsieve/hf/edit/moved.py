@@ -33,11 +33,18 @@ class MovedEntries:
     encoded: frozenset[int]
 
     @classmethod
-    def of(cls, model: AttachedModel, cache: SieveCache, target: Tensor, fresh: Tensor) -> MovedEntries:
-        """Return the entries of a cache, which does not change; see `LayerEntries.moved`."""
+    def of(
+        cls, model: AttachedModel, cache: SieveCache, target: Tensor, fresh: Tensor, *, rotated: bool = True
+    ) -> MovedEntries:
+        """Return the entries of a cache, which does not change; see `LayerEntries.moved`.
+
+        rotated: False if keys keep the positions that they have.
+        """
         layers = cache.sieve_layers
         entries = {
-            index: LayerEntries.moved(layer.store, target, fresh, functools.partial(model.facts.rotate, index))
+            index: LayerEntries.moved(
+                layer.store, target, fresh, functools.partial(model.facts.rotate, index) if rotated else _unrotated
+            )
             for index, layer in layers.items()
         }
         ragged = frozenset(index for index, layer in layers.items() if layer.store.is_ragged)
@@ -52,6 +59,12 @@ class MovedEntries:
         encoded = frozenset().union(*(part.encoded for part in parts))
         return cls(layers, ragged, encoded)
 
+    def divide_keys(self, start: int, end: int, temperature: float) -> None:
+        """Divide the keys of columns from `start` to `end` by a temperature."""
+        for part in self.layers.values():
+            own = (part.column >= start) & (part.column < end)
+            part.keys = torch.where(own[..., None], part.keys / temperature, part.keys)
+
     def put(
         self,
         model: AttachedModel,
@@ -59,6 +72,7 @@ class MovedEntries:
         ids: Tensor,
         spans: Sequence[tuple[int, int]],
         done: Callable[[int], None] | None = None,
+        feed: Callable[[], None] | None = None,
     ) -> None:
         """Let a cache have seen `ids` with these entries, and those of a prefill of `spans` of columns.
 
@@ -70,13 +84,17 @@ class MovedEntries:
             ids: int64 [N].
             spans: ascending and half-open.
             done: called with the number of tokens of `spans` that are prefilled.
+            feed: prefills the only span, with the entries before it in the cache; None for plain passes.
         """
         layers = cache.sieve_layers
         request = PassRequest(Plan(name=model.plan.name), "prefill", last_chunk=False)
         prefilled = 0
         for start, end in spans:
             self._set(cache, start)
-            model.feed(cache, ids[None, start:end], None, request)
+            if feed is None:
+                model.feed(cache, ids[None, start:end], None, request)
+            else:
+                feed()
             for index, part in self.layers.items():
                 part.replace(start, end, layers[index].store)
             prefilled += end - start
@@ -100,3 +118,8 @@ class MovedEntries:
             layer.view = None
             layer.state = {}
         cache.conversation.num_seen = seen
+
+
+def _unrotated(keys: Tensor, distance: Tensor) -> Tensor:
+    """Return keys as they are."""
+    return keys

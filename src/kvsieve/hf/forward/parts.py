@@ -42,7 +42,8 @@ class PartSession(Session):
         # A layer that reads another layer's entries chooses for itself.
         sharing = self.sharing(index) if index in self.cache.sieve_layers else None
         reading = reading_of(self.plan.read, self.cache, layer, index, self.model.num_layers)
-        return attend_read(reading, layer.store, index, asked, self.counts[0], self.counts, sharing)
+        documents = self.cache.conversation.parallel
+        return attend_read(reading, layer.store, index, asked, self.counts[0], self.counts, sharing, documents)
 
     def _read(
         self, index: int, layer: SieveLayer, asked: AttentionQueries, key: Tensor, value: Tensor, room: int

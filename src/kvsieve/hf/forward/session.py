@@ -44,6 +44,8 @@ class Session(PassState):
         one = type(self) is Session and self.step.phase == "decode" and self.tokens.size == 1
         if not one or self.tokens.valid is not None or self.order is not None or self.cache.producers:
             return False
+        if self.cache.conversation.parallel is not None:
+            return False
         plan = self.plan
         acts = plan.read is not None or plan.codec is not None or self.when.steps is not None
         return not acts and request.on_layer is None and request.on_leave is None
@@ -81,7 +83,9 @@ class Session(PassState):
                 placed = self._before_attention(index, layer, asked)
                 if placed is None:
                     store = layer.store
-                    out = attend_stored(self.plan.prefill, self.cache.turn, step, where, asked, store, self.shared)
+                    documents = self.cache.conversation.parallel
+                    facts = self.cache.turn, step, where
+                    out = attend_stored(self.plan.prefill, *facts, asked, store, self.shared, documents)
                 else:
                     out = attend_by_column(asked, placed, tokens.token_index[0])
         changes = reduces or codec is not None or self.request.on_layer is not None

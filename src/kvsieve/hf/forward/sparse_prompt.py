@@ -17,7 +17,8 @@ from kvsieve.core.checks import tell
 from kvsieve.core.softmax import cap
 from kvsieve.errors import PlanError
 from kvsieve.hf.cache.counts import PromptBlocks
-from kvsieve.hf.cache.records import Turn
+from kvsieve.hf.cache.records import ParallelDocuments, Turn
+from kvsieve.hf.forward.parallel import request_over
 from kvsieve.planning.roles import SparsePrefill
 from kvsieve.types import AttentionQueries, Step
 
@@ -33,6 +34,7 @@ def attend_stored(
     asked: AttentionQueries,
     store: LayerMemory,
     shared: dict[Any, Any],
+    documents: ParallelDocuments | None = None,
 ) -> Tensor:
     """Attend to everything stored, the pass's tokens included, or to a role's choice of it.
 
@@ -47,11 +49,14 @@ def attend_stored(
         asked: the queries.
         store: of the layer, including the queries' own entries.
         shared: scratch of the pass.
+        documents: in parallel, which no role chooses from; None for none.
 
     Returns:
         [B, Hq, L, Dv].
     """
     record = turn.record.blocks
+    if documents is not None:
+        return _noted(record, where[0], request_over(documents, asked, store))
     new = asked.query.shape[2]
     if role is None or not turn.acts or step.phase != "prefill":
         return _densely(record, where[0], asked, store)

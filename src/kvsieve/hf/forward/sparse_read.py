@@ -20,6 +20,7 @@ from kvsieve.attention import (
 )
 from kvsieve.cache import PackedStore, RaggedStore, RowGroups, group_rows
 from kvsieve.core.kv_rows import ReadFacts
+from kvsieve.hf.forward.parallel import request_over
 from kvsieve.types import AttentionQueries
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from kvsieve.hf.cache.cache import SieveCache
     from kvsieve.hf.cache.counts import Reads
     from kvsieve.hf.cache.layer import SieveLayer
+    from kvsieve.hf.cache.records import ParallelDocuments
     from kvsieve.planning.roles import Reader
 
 
@@ -42,7 +44,7 @@ def read_token(
 ) -> Tensor:
     """Attend with a token that is already stored: queries [B, Hq, 1, D] -> [B, Hq, 1, Dv]. reads: counts it."""
     reading = reading_of(reader, cache, layer, index, num_layers)
-    return attend_read(reading, layer.store, index, asked, reads, [reads], sharing)
+    return attend_read(reading, layer.store, index, asked, reads, [reads], sharing, cache.conversation.parallel)
 
 
 def attend_read(
@@ -53,6 +55,7 @@ def attend_read(
     noted: Reads,
     reads: Sequence[Reads],
     sharing: Sharing | None = None,
+    documents: ParallelDocuments | None = None,
 ) -> Tensor:
     """Attend with the last L stored tokens, each to the entries up to its own: [B, Hq, L, D] -> [B, Hq, L, Dv].
 
@@ -64,10 +67,13 @@ def attend_read(
         noted: gets the executor.
         reads: counts of each token.
         sharing: the layer's part in sharing choices.
+        documents: in parallel; None for none.
     """
-    request: AttentionRequest[Any, None] = AttentionRequest(
+    request: AttentionRequest[Any, Any] = AttentionRequest(
         asked, stored_entries(store) if reading is None else ReadRows(reading, store, sharing=sharing)
     )
+    if documents is not None:
+        request = request_over(documents, asked, store)
     out = attend_noted(noted, index, request)
     for ahead, counts in enumerate(reads, 1 - len(reads)):
         if reading is None:
@@ -78,7 +84,7 @@ def attend_read(
     return out
 
 
-def attend_noted(reads: Reads, index: int, request: AttentionRequest[Any, None]) -> Tensor:
+def attend_noted(reads: Reads, index: int, request: AttentionRequest[Any, Any]) -> Tensor:
     """Attend, and record the executor, once per layer."""
     if index not in reads.executors:
         reads.executors[index] = explain(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,10 +19,12 @@ from kvsieve.hf.edit.editor import why_not_edited
 from kvsieve.hf.edit.moved import MovedEntries
 from kvsieve.hf.forward.fed_ids import needs_ids
 from kvsieve.hf.forward.passes import closing
+from kvsieve.hf.join.blend import prefill_chosen, why_not_blended
 from kvsieve.hf.join.documents import JoinReader, JoinTexts
+from kvsieve.hf.join.parallel import record_parallel, why_not_parallel
 from kvsieve.hf.prompt.options import Progress
 from kvsieve.hf.runtime import AttachedModel
-from kvsieve.planning.joins import Join, Span
+from kvsieve.planning.joins import Join, ParallelJoin, SelectiveJoin, Span
 
 
 @dataclass(frozen=True)
@@ -50,15 +53,20 @@ class Joined:
     seconds: float
 
 
-def why_not_joined(model: AttachedModel) -> str | None:
-    """Return a clause why documents cannot be joined under a model's plan, or None."""
+def why_not_joined(model: AttachedModel, kind: Join) -> str | None:
+    """Return a clause why documents cannot be joined by a kind under a model's plan, or None."""
     plan = model.plan
     if plan.shortens_prompt:
         return f"{plan.name} keeps a shorter prompt in their place"
     if plan.propagate is not None:
         return f"{plan.name} drops tokens between layers, chosen in the whole prompt"
     cache = model.new_cache()
-    return why_not_edited(plan, cache) or model.facts.why_missing(("rotary",), cache.sieve_layers)
+    reason = why_not_edited(plan, cache) or model.facts.why_missing(("rotary",), cache.sieve_layers)
+    if reason is None and isinstance(kind, SelectiveJoin):
+        reason = why_not_blended(model)
+    if reason is None and isinstance(kind, ParallelJoin):
+        reason = why_not_parallel(plan)
+    return reason
 
 
 @dataclass
@@ -89,15 +97,27 @@ class Joining:
 
     def __post_init__(self) -> None:
         size = self.texts.ids.shape[1]
-        self.seen = size if self.reader.ends else max(size - self.sieve.plan.queries(size), 0)
+        whole = self.reader.ends or isinstance(self.kind, ParallelJoin)
+        self.seen = size if whole else max(size - self.sieve.plan.queries(size), 0)
         self.spans = [(start, min(end, self.seen)) for start, end in self.spans if start < self.seen]
+
+    @property
+    def first(self) -> int:
+        """Column after the first document, or of the end."""
+        return min(self.texts.start + self.texts.sizes[0], self.seen)
+
+    def _again(self, spans: list[Span]) -> int:
+        """Return the number of tokens that all layers prefill again: those of spans, or chosen ones."""
+        if isinstance(self.kind, SelectiveJoin):
+            return self.kind.chosen(self.sieve.num_layers, self.seen - self.first)
+        return sum(end - start for start, end in spans)
 
     def run(self) -> Joined:
         """Return the joined documents. Raises UnsupportedOptionError for a plan or model that cannot join them."""
-        first = min(self.texts.start + self.texts.sizes[0], self.seen)
-        if _tokens([(max(start, first), end) for start, end in self.spans if end > first]) == self.seen - first:
+        first = self.first
+        if self._again([(max(start, first), end) for start, end in self.spans if end > first]) == self.seen - first:
             return self._in_order(first)
-        reason = why_not_joined(self.sieve)
+        reason = why_not_joined(self.sieve, self.kind)
         if reason is not None:
             raise UnsupportedOptionError(
                 f"documents cannot be joined: {reason}; join them with kind='full', or use another plan"
@@ -117,8 +137,9 @@ class Joining:
     def _in_places(self) -> Joined:
         """Prefill every document alone, and move its entries."""
         texts = self.texts
-        again = _tokens(self.spans)
+        again = self._again(self.spans)
         total = self.seen + again
+        parallel = isinstance(self.kind, ParallelJoin)
         parts = []
         acted: list[Span] = []
         evicted: set[int] = set()
@@ -134,7 +155,8 @@ class Joining:
             target = torch.arange(cache.num_seen) + move
             target[:begin] = -1
             target[target >= self.seen] = -1
-            parts.append(MovedEntries.of(self.sieve, cache, target, torch.zeros(self.seen, dtype=torch.bool)))
+            fresh = torch.zeros(self.seen, dtype=torch.bool)
+            parts.append(MovedEntries.of(self.sieve, cache, target, fresh, rotated=not parallel))
             acted += [(max(start, begin) + move, end + move) for start, end in cache.conversation.acted]
             evicted |= cache.turn.record.evicted
         cache = self.sieve.new_cache()
@@ -153,7 +175,17 @@ class Joining:
         conversation.batch = 1
         cache.begin_turn(self.seen, acts=False)
         ids = self.texts.ids[:, : self.seen]
-        entries.put(self.sieve, cache, ids[0], _pieces(self.spans, self.reader.chunk), done)
+        chunk = self.reader.chunk
+        spans = _pieces(self.spans, chunk)
+        kind = self.kind
+        feed = None
+        if isinstance(kind, SelectiveJoin):
+            spans = [(self.first, self.seen)]
+            feed = functools.partial(prefill_chosen, self.sieve, cache, ids, entries.layers, kind, chunk)
+        if isinstance(kind, ParallelJoin):
+            entries.divide_keys(self.texts.start, self.seen, kind.temperature)
+            record_parallel(cache, self.texts, kind)
+        entries.put(self.sieve, cache, ids[0], spans, done, feed)
         conversation.ids = ids.to(self.sieve.model.device) if needs_ids(self.sieve.plan) else None
         turn = cache.turn
         turn.acts = True
@@ -180,11 +212,6 @@ class Joining:
         """
         progress = self.progress
         return None if progress is None else lambda done: progress(min(max(done, begin) + move, most), total)
-
-
-def _tokens(spans: list[Span]) -> int:
-    """Return the number of tokens of spans."""
-    return sum(end - start for start, end in spans)
 
 
 def _pieces(spans: list[Span], chunk: int | None) -> list[Span]:

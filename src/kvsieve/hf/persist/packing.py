@@ -13,7 +13,7 @@ from kvsieve.cache import View
 from kvsieve.errors import CacheFileError
 from kvsieve.hf.cache.counts import Passes, PromptBlocks, Reads
 from kvsieve.hf.cache.edits import EditRecord
-from kvsieve.hf.cache.records import Conversation, PropagatedTokens, Turn, TurnRecord
+from kvsieve.hf.cache.records import Conversation, ParallelDocuments, PropagatedTokens, Turn, TurnRecord
 from kvsieve.hf.cache.row_ends import RowEnds
 from kvsieve.hf.cache.short_prompt import ShortPrompt
 from kvsieve.hf.cache.states import CacheLayer
@@ -29,6 +29,7 @@ _RECORDS: dict[str, Any] = {
         TurnRecord,
         EditRecord,
         PropagatedTokens,
+        ParallelDocuments,
         Reads,
         Passes,
         PromptBlocks,
@@ -113,7 +114,7 @@ def unpacked(value: Any, tensors: dict[str, Tensor], device: torch.device, readi
     facts = {**parts, "plan": reading} if kind == "ShortPrompt" else parts
     fields = {field.name: field for field in dataclasses.fields(_RECORDS[kind])}
     later = {
-        "Conversation": {"acted", "tables", "ends", "position_shift", "ids", "approximate", "edits"},
+        "Conversation": {"acted", "tables", "ends", "position_shift", "ids", "approximate", "edits", "parallel"},
         "Turn": {"length"},
         "TurnRecord": {"blocks", "reread"},
     }.get(kind, set())

@@ -1,0 +1,26 @@
+"""Documents at the same positions in one cache."""
+
+from __future__ import annotations
+
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.records import ParallelDocuments
+from kvsieve.hf.join.documents import JoinTexts
+from kvsieve.planning.joins import ParallelJoin
+from kvsieve.planning.plans import Plan
+
+
+def why_not_parallel(plan: Plan) -> str | None:
+    """Return a clause why a plan cannot act on documents at the same positions, or None."""
+    if plan.read is not None or plan.is_view:
+        return f"{plan.name} attends to chosen entries, and the join merges attention to all of them"
+    if plan.evict is not None and "rotary" in plan.evict.traits.needs:
+        return f"{plan.name} rotates keys by their columns, and documents share positions"
+    return None
+
+
+def record_parallel(cache: SieveCache, texts: JoinTexts, join: ParallelJoin) -> None:
+    """Let text after the documents of a cache begin after the longest, and merge attention to them as a join does."""
+    conversation = cache.conversation
+    size = sum(texts.sizes)
+    conversation.position_shift = max(texts.sizes) - size
+    conversation.parallel = ParallelDocuments(texts.start, texts.start + size, join.factor)
