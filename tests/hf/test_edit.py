@@ -110,6 +110,20 @@ def test_edits_work_under_plans(model, ids, plan, name):
         assert result.sequences.shape[1] == more.shape[1] + 4
 
 
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_learned_positions_are_refused(family, ids):
+    """They are in the hidden states, so entries cannot move."""
+    with kvsieve.attach(build(family), kvsieve.plan("full")) as sieve:
+        cache = sieve.prefill(ids)
+        with pytest.raises(UnsupportedOptionError, match="adds positions to hidden states"):
+            sieve.edit(cache, ids)
+        texts = [ids[:, :20], ids[:, 20:40]]
+        with pytest.raises(UnsupportedOptionError, match="adds positions to hidden states"):
+            sieve.join(texts, kind="modules")
+        # These do not move.
+        assert sieve.join(texts, kind="ape").cache.num_seen == 40
+
+
 def test_latent_entries_are_refused(ids):
     """Only a part of each is rotated."""
     with kvsieve.attach(build("deepseek_v3"), kvsieve.plan("full")) as sieve:

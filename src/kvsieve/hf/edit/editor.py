@@ -160,7 +160,7 @@ def _check(model: AttachedModel, cache: SieveCache, ids: Tensor) -> None:
     conversation = cache.conversation
     if conversation.half_read:
         raise CacheStateError("the cache is in the middle of a prompt and cannot be edited; finish it first")
-    reason = why_not_edited(model.plan, cache)
+    reason = why_not_edited(model.plan, cache) or why_not_moved(model)
     if reason is not None:
         raise UnsupportedOptionError(f"this conversation cannot be edited: {reason}; prefill it again")
     if ids.ndim != 2 or len(ids) != 1 or conversation.batch != 1 or conversation.mask is not None:
@@ -173,6 +173,11 @@ def _check(model: AttachedModel, cache: SieveCache, ids: Tensor) -> None:
             f"ids are the {conversation.num_seen} tokens that the cache has seen, got {ids.shape[1]}; the last token "
             "of an answer is not in it until the next turn"
         )
+
+
+def why_not_moved(model: AttachedModel) -> str | None:
+    """Return a clause why entries of a model without recurrent layers cannot move to other columns, or None."""
+    return "the model adds positions to hidden states, where they cannot change" if model.embeds_positions else None
 
 
 def why_not_edited(plan: Plan, cache: SieveCache) -> str | None:

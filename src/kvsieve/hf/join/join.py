@@ -15,7 +15,7 @@ from kvsieve.errors import UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.edits import EditRecord
 from kvsieve.hf.cache.records import TurnRecord
-from kvsieve.hf.edit.editor import why_not_edited
+from kvsieve.hf.edit.editor import why_not_edited, why_not_moved
 from kvsieve.hf.edit.moved import MovedEntries
 from kvsieve.hf.forward.fed_ids import needs_ids
 from kvsieve.hf.forward.passes import closing
@@ -61,11 +61,12 @@ def why_not_joined(model: AttachedModel, kind: Join) -> str | None:
     if plan.propagate is not None:
         return f"{plan.name} drops tokens between layers, chosen in the whole prompt"
     cache = model.new_cache()
-    reason = why_not_edited(plan, cache) or model.facts.why_missing(("rotary",), cache.sieve_layers)
+    reason = why_not_edited(plan, cache)
+    if reason is None and isinstance(kind, ParallelJoin):
+        return why_not_parallel(plan)
+    reason = reason or model.facts.why_missing(("rotary",), cache.sieve_layers) or why_not_moved(model)
     if reason is None and isinstance(kind, SelectiveJoin):
         reason = why_not_blended(model)
-    if reason is None and isinstance(kind, ParallelJoin):
-        reason = why_not_parallel(plan)
     return reason
 
 
