@@ -13,6 +13,7 @@ from kvsieve.hf.join.parallel import why_not_parallel
 from kvsieve.methods.joins import Ape
 from kvsieve.planning.joins import join_of
 from kvsieve.store.rules import why_not
+from tiny_models import build
 
 BEFORE = 6
 SIZES = (17, 23, 20)
@@ -170,8 +171,17 @@ def test_plans_that_cannot_merge_are_refused(model, ids, plan, message):
         joined(sieve, ids)
 
 
-def test_plans_that_take_columns_for_positions_are_refused():
-    assert "rotates keys by their columns" in why_not_parallel(kvsieve.plan("compactor", budget=24))
+def test_plans_that_take_columns_for_positions_are_refused(model):
+    with kvsieve.attach(model, kvsieve.plan("compactor", budget=24)) as sieve:
+        assert "rotates keys by their columns" in why_not_parallel(sieve)
+
+
+def test_tables_of_another_length_are_refused(ids):
+    scaled = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    with kvsieve.attach(build("llama", rope_parameters=scaled), kvsieve.plan("full")) as sieve:
+        assert sieve.facts.tables.depend
+        with pytest.raises(UnsupportedOptionError, match="tables depend on the length"):
+            joined(sieve, ids)
 
 
 def test_they_are_not_edited_or_stored(model, ids):

@@ -39,7 +39,8 @@ class Joined:
         found: tokens of the documents that came from the store.
         prefilled: tokens of the documents that were prefilled alone.
         reused: tokens in the cache with these entries.
-        reread: tokens in the cache that were prefilled in their places, after all that precedes them.
+        reread: tokens in the cache that were prefilled in their places, after all that precedes them; of a join that
+            chooses tokens, those that all layers prefilled.
         seconds: time of the join.
     """
 
@@ -63,7 +64,7 @@ def why_not_joined(model: AttachedModel, kind: Join) -> str | None:
     cache = model.new_cache()
     reason = why_not_edited(plan, cache)
     if reason is None and isinstance(kind, ParallelJoin):
-        return why_not_parallel(plan)
+        return why_not_parallel(model)
     reason = reason or model.facts.why_missing(("rotary",), cache.sieve_layers) or why_not_moved(model)
     if reason is None and isinstance(kind, SelectiveJoin):
         reason = why_not_blended(model)
