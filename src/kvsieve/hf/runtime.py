@@ -35,7 +35,6 @@ from kvsieve.hf.model.facts import Facts
 from kvsieve.hf.model.parallel import ranks_of
 from kvsieve.hf.model.weights import active_adapters, adapted_layer
 from kvsieve.planning.plans import Plan
-from kvsieve.types import LayerContext
 
 # Of a trial whose times are compared.
 _ROUNDS = 3
@@ -373,27 +372,6 @@ class AttachedModel(Unpicklable):
         eps = max(torch.finfo(self.model.dtype).eps, torch.finfo(torch.float32).eps)
         alike = float((outs[2] - outs[1]).norm()) <= 64 * eps * norm
         return alike and min(seconds[2]) <= min(seconds[1])
-
-    @functools.cached_property
-    def embeds_positions(self) -> bool:
-        """True if positions are part of hidden states, as learned ones are, so that entries cannot move.
-
-        Found by a trial: the first layer's value of a token then differs between positions.
-        """
-        found: list[Tensor] = []
-
-        def stop(ctx: LayerContext) -> None:
-            found.append(ctx.values)
-            raise StopForward
-
-        ids = self._trial[0][:, :1].expand(-1, 9)
-        cache = self.new_cache()
-        positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        call = {"input_ids": ids, "position_ids": positions, CACHE: cache, "use_cache": True}
-        request = PassRequest(plan=Plan(), phase="prefill", on_layer=stop)
-        self.run_pass(open_session(self.context, Plan(), cache, call, request), call, 0)
-        values = found[0].float()
-        return bool((values[:, :, 0] - values[:, :, -1]).norm() > 1e-2 * values[:, :, 0].norm())
 
     @property
     def _trial(self) -> tuple[Tensor, PassRequest]:

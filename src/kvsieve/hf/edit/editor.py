@@ -21,6 +21,7 @@ from kvsieve.hf.cache.records import Turn, TurnRecord
 from kvsieve.hf.edit.difference import pieces_between
 from kvsieve.hf.edit.layout import Arrangement, Window, check_place, check_span, check_window
 from kvsieve.hf.edit.moved import MovedEntries
+from kvsieve.hf.edit.positions import why_not_moved
 from kvsieve.hf.forward.passes import closing
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.plans import Plan
@@ -173,11 +174,6 @@ def _check(model: AttachedModel, cache: SieveCache, ids: Tensor) -> None:
             f"ids are the {conversation.num_seen} tokens that the cache has seen, got {ids.shape[1]}; the last token "
             "of an answer is not in it until the next turn"
         )
-
-
-def why_not_moved(model: AttachedModel) -> str | None:
-    """Return a clause why entries of a model without recurrent layers cannot move to other columns, or None."""
-    return "the model adds positions to hidden states, where they cannot change" if model.embeds_positions else None
 
 
 def why_not_edited(plan: Plan, cache: SieveCache) -> str | None:

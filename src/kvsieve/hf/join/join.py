@@ -15,8 +15,9 @@ from kvsieve.errors import UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.edits import EditRecord
 from kvsieve.hf.cache.records import TurnRecord
-from kvsieve.hf.edit.editor import why_not_edited, why_not_moved
+from kvsieve.hf.edit.editor import why_not_edited
 from kvsieve.hf.edit.moved import MovedEntries
+from kvsieve.hf.edit.positions import why_not_moved
 from kvsieve.hf.forward.fed_ids import needs_ids
 from kvsieve.hf.forward.passes import closing
 from kvsieve.hf.join.blend import prefill_chosen, why_not_blended
