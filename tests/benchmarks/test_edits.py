@@ -11,6 +11,8 @@ import torch
 import kvsieve
 from benchmarks.answers import agent_traces, compared, document_sets, edits, joins
 from kvsieve.hf.edit.difference import pieces_between
+from kvsieve.lab.tasks.samples import QuestionAnswer
+from kvsieve.lab.tasks.scoring import match_all
 from kvsieve.planning.turns import render, token_ids
 from tiny_models import build
 from toy_bytes import byte_chats
@@ -163,3 +165,27 @@ def test_pieces_are_the_prompt(tokenizer):
     assert [tokenizer.decode(ids[0]) for ids in prompt.documents] == list(documents)
     first = joins.first_documents(prompt, 0.5)
     assert torch.equal(first, torch.cat([prompt.before, prompt.documents[0], prompt.question], 1))
+
+
+@pytest.mark.parametrize("kinds", ["none:share=40%;modules;ape", "link:tokens=8;blend:share=20%"])
+def test_kinds_are_compared_with_full_reading(model, tokenizer, tmp_path, kinds, capsys):
+    documents = tuple(f"Document: {name}\n{name} is here.\n\n" for name in ("Ada", "Bob", "Eve"))
+    turn = QuestionAnswer("Who?", ("Ada",), match_all, 3)
+    one = document_sets.DocumentSet("own", documents, (turn,))
+    options = argparse.Namespace(
+        kinds=kinds, compressed="keydiff:budget=50%", compressed_kinds="modules", questions=2, minutes=None
+    )
+    known = compared.Rows(tmp_path / "joins.json", {}, None)
+    run = joins.Run(model, tokenizer, options, known)
+    run.documents(one, 0)
+    rows = {(row["plan"], row["kind"]): row for row in known.rows}
+    assert set(rows) == {(plan, kind) for plan, kinds in run.plans.items() for kind in kinds}
+    full = rows["full", "full"]
+    assert full["same"] and full["kl"] == 0 and full["prefilled"] == full["tokens"]
+    for (_, kind), row in rows.items():
+        assert row["missing"] == 0 and row["full_s"] == full["seconds"]
+        if kind.startswith(("modules", "link")):
+            assert row["tokens"] == full["tokens"] and row["kl"] > 0 and row["prefilled"] < row["tokens"]
+    assert joins.summary(known.rows)[0]["kind"] == "full"
+    run.documents(one, 0)
+    assert len(known.rows) == len(rows)
