@@ -10,6 +10,7 @@ import torch
 import kvsieve
 from kvsieve.errors import InputError, UnsupportedOptionError
 from kvsieve.hf.edit.difference import pieces_between
+from kvsieve.hf.edit.editor import Editor
 from kvsieve.hf.edit.layout import Arrangement
 from tiny_models import build
 
@@ -190,6 +191,33 @@ def test_an_edited_cache_is_saved_and_continues_equally(model, ids, tmp_path):
         sieve.save(cache, tmp_path / "edited", ids=done.ids)
         loaded = sieve.load(tmp_path / "edited")
         torch.testing.assert_close(after(sieve, cache), after(sieve, loaded.cache), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("plan", ["full", "adakv", "kivi"])
+def test_an_edit_in_chunks_equals_one_in_long_passes(model, ids, plan):
+    new = torch.arange(5, 55)
+    with attached(model, plan) as sieve:
+        whole, parts = sieve.prefill(ids), sieve.prefill(ids)
+        Editor(sieve, whole, ids, 20).insert(30, new)
+        done = []
+        Editor(sieve, parts, ids, 20, chunk=16, progress=lambda *tokens: done.append(tokens)).insert(30, new)
+        assert done == [(16, 70), (32, 70), (48, 70), (64, 70), (70, 70)]
+        for layer, other in zip(whole.sieve_layers.values(), parts.sieve_layers.values(), strict=True):
+            mine, its = layer.store.padded(), other.store.padded()
+            assert torch.equal(mine.index, its.index)
+            torch.testing.assert_close(mine.values, its.values, atol=1e-5, rtol=1e-4, equal_nan=True)
+        torch.testing.assert_close(after(sieve, whole), after(sieve, parts), atol=1e-4, rtol=1e-4)
+
+
+def test_an_edit_stopped_by_its_progress_changes_nothing(model, ids):
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with attached(model) as sieve:
+        cache, other = sieve.prefill(ids), sieve.prefill(ids)
+        with pytest.raises(KeyboardInterrupt):
+            Editor(sieve, cache, ids, chunk=8, progress=stop).insert(30, torch.arange(5, 25))
+        assert torch.equal(after(sieve, cache), after(sieve, other))
 
 
 def test_only_the_window_and_new_tokens_are_fed(model, ids, monkeypatch):

@@ -125,6 +125,7 @@ VALID: list[tuple[str, dict[str, Any]]] = [
             "metadata": {"user_id": "u"},
         },
     ),
+    (CHAT, {"messages": [{"role": "user", "content": "w1"}], "kv": {"documents": ["w2 w3", "w4"], "join": "modules"}}),
     (COUNT, {"messages": [{"role": "user", "content": "w1 " * 20}], "system": [{"type": "text", "text": "w2"}]}),
 ]
 # Values as JSON writes them, or nearly.

@@ -99,6 +99,9 @@ def serve_command(
     store_memory: Annotated[str, option(CACHE, "Memory for the prefix cache; 0 disables it")] = "2GiB",
     store_disk: Annotated[str, option(CACHE, "Largest size of the directory")] = "20GiB",
     share: Annotated[bool, option(CACHE, "Share cached prefixes between API keys", "--share")] = False,
+    edits: Annotated[
+        str, option(CACHE, "Edits of cached sessions for prompts that change earlier messages: on or off")
+    ] = "off",
     running: Annotated[int, option(LIMITS, "Requests decoded at once")] = 16,
     queue: Annotated[int, option(LIMITS, "Requests that may wait; more are refused")] = 64,
     kv_memory: Annotated[
@@ -118,6 +121,10 @@ def serve_command(
     check_least(1, running=running, queue=queue, chunk=chunk, max_tokens=max_tokens)
     check_memory(memory)
     _check_numbers(port, seconds, gap, drain)
+    if edits not in ("on", "off"):
+        raise InputError(f"--edits is on or off, got {edits}")
+    if edits == "on" and store is None and store_memory.strip() in ("0", "none"):
+        raise InputError("--edits on edits cached sessions, and --store-memory 0 caches none; leave one of them out")
     chosen = chosen_spec(method, budget, settings or [])
     codecs = parse_codecs(codec)
     if len(codecs) > 1:
@@ -157,6 +164,7 @@ def serve_command(
         store_memory=store_memory,
         store_disk=store_disk,
         share=share,
+        edits=edits == "on",
         host=host,
         port=port,
         open=open_,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvsieve.errors import PlanError
+from kvsieve.errors import InputError, PlanError
 from kvsieve.planning.drafts import Draft, as_draft
 from kvsieve.planning.named import codec_of, plan
 from kvsieve.planning.plans import Plan
@@ -26,6 +26,7 @@ class AllowedPlans:
         codecs: True if requests may name a codec.
         check: returns a fully specified plan, or raises if it cannot run on the model.
         draft: the default source of drafts; requests may draft fewer tokens, or none. None for no drafts at all.
+        edits: edit sessions that a prompt does not continue; requests may decline.
     """
 
     own: Plan
@@ -35,6 +36,7 @@ class AllowedPlans:
     codecs: bool
     check: Callable[[Plan], Plan]
     draft: Draft | None = None
+    edits: bool = False
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -65,6 +67,20 @@ class AllowedPlans:
             parameters.setdefault("budget", self.budget)
         codec = None if asked.codec in (None, "none") else codec_of(str(asked.codec))
         return self.check(plan(name, codec=codec, **parameters))
+
+    def edits_of(self, asked: KVOptions | None, chain: str | None) -> bool:
+        """Return whether the stored conversation of a request may be edited. chain: of its stored responses.
+
+        Raises:
+            InputError: the operator does not allow it, or there is no conversation.
+        """
+        wanted = None if asked is None else asked.edits
+        named = chain is not None or (asked is not None and asked.session is not None)
+        if wanted and not self.edits:
+            raise InputError("kv.edits: this server edits no sessions (kvsieve serve --edits on); leave it out")
+        if wanted and not named:
+            raise InputError("kv.edits: a request without kv.session continues no conversation; name one")
+        return self.edits and named and wanted is not False
 
     @property
     def draft_name(self) -> str:

@@ -22,6 +22,7 @@ class ServerLimits:
         uploads: bodies of the longest kind in memory at once.
         messages: of a chat.
         stops: texts that end an answer.
+        documents: of a request.
         images: of a request.
         pixels: of all images of a request together.
         image_bytes: of all requests' images together, as the model is given them.
@@ -39,6 +40,7 @@ class ServerLimits:
     uploads: int = 16
     messages: int = 1000
     stops: int = 16
+    documents: int = 64
     images: int = 16
     pixels: int = 1 << 25
     image_bytes: int = 1 << 30

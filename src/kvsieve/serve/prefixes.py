@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 import os
+from collections.abc import Hashable
 from typing import Any
 
 from kvsieve.decoding.answer import Answer
 from kvsieve.errors import KvsieveError
+from kvsieve.hf.join.join import Joined
+from kvsieve.hf.prompt.options import Progress
 from kvsieve.hf.reuse import LEAST, FoundPrompt, StoredPrefixes, acts_at_end, unserved
 from kvsieve.hf.sieve import Sieve
+from kvsieve.serve.edits import RULE, LatestConversations, SessionEdit, edit_between, is_worthwhile
 from kvsieve.serve.reading import PromptReader
 from kvsieve.serve.ticket import Order
 from kvsieve.store import PrefixStore
@@ -36,6 +41,22 @@ class Prefixes:
     def covered(self, sieve: Sieve, order: Order, chunk: int) -> int:
         """Return the number of tokens that `find` would return."""
         return 0
+
+    def edit(self, sieve: Sieve, order: Order, chunk: int, exact: int, known: SessionEdit | None) -> SessionEdit | None:
+        """Return the edit of a stored conversation that the prompt may begin with, or None.
+
+        Args:
+            sieve: the model under the request's plan.
+            order: the request.
+            chunk: tokens per pass.
+            exact: tokens that `find` would return; an edit that saves no more is left out.
+            known: the edit chosen before; it holds while the stored conversation is the same.
+        """
+        return None
+
+    def join(self, sieve: Sieve, order: Order, chunk: int, progress: Progress) -> Joined:
+        """Join the documents of a prompt. Raises KvsieveError for those that cannot be joined."""
+        return _joined(sieve, order, chunk, progress, None)
 
     def shift_after(self, order: Order) -> int | None:
         """Return the shift of positions after a prompt's images that an earlier reading found, or None."""
@@ -76,21 +97,37 @@ class ServerPrefixes(Prefixes):
     def __init__(self, store: PrefixStore, share: bool) -> None:
         self.store = store
         self.share = share
+        self._latest = LatestConversations()
         self._shifts: collections.OrderedDict[bytes, int] = collections.OrderedDict()
 
     def why_not(self, sieve: Sieve, order: Order) -> str | None:
         return unserved(sieve, vars(order.constraints))
 
     def find(self, sieve: Sieve, order: Order, chunk: int) -> FoundPrompt | None:
-        if self.why_not(sieve, order) is not None:
+        if not self._serves(sieve, order):
             return None
         return self._of(order).find(sieve, order.known_ids, chunk)
+
+    def edit(self, sieve: Sieve, order: Order, chunk: int, exact: int, known: SessionEdit | None) -> SessionEdit | None:
+        ids = self._latest.get(_conversation(order))
+        if ids is None or not order.edits or order.images is not None or not self._serves(sieve, order):
+            return None
+        if known is None or known.known is not ids:
+            alone = order.session is None and acts_at_end(sieve.plan)
+            reason = f"{sieve.plan.name} leaves no conversation without kv.session" if alone else None
+            find = functools.partial(self._of(order).find, sieve, ids.tolist(), chunk, 0)
+            known = edit_between(ids, order.ids, find, reason)
+        return known if is_worthwhile(known, exact) else None
+
+    def join(self, sieve: Sieve, order: Order, chunk: int, progress: Progress) -> Joined:
+        store = self.store if self.why_not(sieve, order) is None else None
+        return _joined(sieve, order, chunk, progress, store, "" if self.share else order.owner)
 
     def shift_after(self, order: Order) -> int | None:
         return None if order.images is None else self._shifts.get(order.images.key)
 
     def covered(self, sieve: Sieve, order: Order, chunk: int) -> int:
-        return 0 if self.why_not(sieve, order) is not None else self._of(order).covered(sieve, order.known_ids, chunk)
+        return self._of(order).covered(sieve, order.known_ids, chunk) if self._serves(sieve, order) else 0
 
     def at_border(self, reading: PromptReader, left: int) -> None:
         plan = reading.sieve.plan
@@ -116,19 +153,27 @@ class ServerPrefixes(Prefixes):
     def _put(self, reading: PromptReader, ids: tuple[int, ...]) -> None:
         order = reading.ticket.order
         sieve = reading.sieve
-        if self.why_not(sieve, order) is not None:
+        if not self._serves(sieve, order):
             return
         try:
             self._of(order).add(sieve, ids, reading.cache, reading.seconds, reading.chunk)
+            if order.edits and not reading.cache.conversation.half_read:
+                self._latest.put(_conversation(order), ids[: reading.cache.num_seen])
         except (KvsieveError, OSError) as error:
             # The answer does not depend on it.
             _log.warning("not stored: %s", error)
 
+    def _serves(self, sieve: Sieve, order: Order) -> bool:
+        """Return True unless the prompt is left out of the store, as one that begins with joined documents is."""
+        return order.documents is None and self.why_not(sieve, order) is None
+
     def _of(self, order: Order) -> StoredPrefixes:
         owner = "" if self.share else order.owner
+        edited = order.edits and (order.session is not None or self._latest.get(_conversation(order)) is not None)
+        rules = (RULE,) if edited else ()
         if order.session is None:
-            return StoredPrefixes(self.store, owner)
-        return StoredPrefixes(self.store, f"{owner}/{order.session}", session=True)
+            return StoredPrefixes(self.store, owner, approximate=rules)
+        return StoredPrefixes(self.store, f"{owner}/{order.session}", session=True, approximate=rules)
 
     def to_dict(self) -> dict[str, int]:
         return self.store.stats().to_dict()
@@ -141,6 +186,22 @@ class ServerPrefixes(Prefixes):
 
     def close(self) -> None:
         self.store.close()
+
+
+def _conversation(order: Order) -> Hashable:
+    """Return the key of the conversation that a request continues."""
+    return order.owner, order.session, None if order.session is not None else order.chain
+
+
+def _joined(
+    sieve: Sieve, order: Order, chunk: int, progress: Progress, store: PrefixStore | None, owner: str = ""
+) -> Joined:
+    documents = order.documents
+    assert documents is not None
+    before = documents.before or None
+    return sieve.join(
+        documents.texts, before, kind=documents.join, store=store, owner=owner, chunk=chunk, progress=progress
+    )
 
 
 def open_prefixes(path: str | None, memory: str, disk: str, share: bool) -> Prefixes:

@@ -17,8 +17,9 @@ from kvsieve.hf.generate.grammar import CompiledGrammar
 from kvsieve.hf.prompt.constraints import PromptConstraints
 from kvsieve.planning.budget import percent_doubt
 from kvsieve.planning.grammars import Grammar
-from kvsieve.planning.turns import plain_ids, render, stop_ids, token_ids
+from kvsieve.planning.turns import escaped, plain_ids, render, stop_ids, token_ids
 from kvsieve.serve.allowed import AllowedPlans
+from kvsieve.serve.documents import checked_documents, split_prompt, with_documents
 from kvsieve.serve.grammars import Grammars
 from kvsieve.serve.images import ImageFile, ImageReader
 from kvsieve.serve.limits import ServerLimits
@@ -47,6 +48,8 @@ _COLD = 1e-4
 _ENDLESS = 1 << 18
 _CHARACTERS = 16
 _PIECE = 1 << 14
+# Members of a chat that the prompt is made of.
+_TEXTS: dict[str, Any] = {"messages": True, "tools": True, "chat_template_kwargs": True, "kv": {"documents"}}
 
 # Attributes of a checkpoint's generation_config that generate supports and the server does not, with their neutral
 # values.
@@ -106,8 +109,8 @@ class Preparer:
         if processor is not None:
             self._images = ImageReader(processor, model, self.tokenizer, self._ids, limits)
 
-    def chat(self, request: ChatRequest, owner: str) -> Order:
-        """Return the order of a chat. Raises InputError, PlanError."""
+    def chat(self, request: ChatRequest, owner: str, chain: str | None = None) -> Order:
+        """Return the order of a chat. chain: see Order. Raises InputError, PlanError."""
         limits = self.limits
         if len(request.messages) > limits.messages:
             raise InputError(f"messages: at most {limits.messages} are taken here, got {len(request.messages)}")
@@ -125,16 +128,20 @@ class Preparer:
         if request.return_progress and not request.stream:
             raise InputError("return_progress: needs stream to be true")
         options = template_options(request, self.tokenizer)
-        self._check_length(
-            "\n".join(all_texts(request.model_dump(include={"messages", "tools", "chat_template_kwargs"})))
-        )
+        self._check_length("\n".join(all_texts(request.model_dump(include=_TEXTS))))
         rendered = partial(self._rendered, tools=tools or None, options=options)
-        images = None
+        images = documents = None
+        if pieces := checked_documents(request.kv, limits.documents, bool(files)):
+            messages = with_documents(messages, pieces)
         if files:
             text, ids, images = self._with_images(request, parted(messages), rendered, [*tools, options], files)
         else:
             text = rendered(messages)
-            ids = self._ids(text)
+            if pieces and request.kv is not None:
+                pieces = [escaped(self.tokenizer, piece) for piece in pieces]
+                documents, ids = split_prompt(text, pieces, request.kv, self._ids)
+            else:
+                ids = self._ids(text)
         spans, question = self._spans(request, messages, rendered, text)
         form = self._forms.answer(
             text, tools, request.parallel_tool_calls is False, isinstance(request.tool_choice, NamedTool)
@@ -142,6 +149,7 @@ class Preparer:
         shown = frozenset(self._controls[name] for name in form.controls if name in self._controls)
         reasoning = None if form.reasoning is None else form.reasoning.tokens(self._added)
         order = self._order(request, ids, owner, logprobs, request.max_completion_tokens)
+        order = replace(order, edits=self.plans.edits_of(request.kv, chain), chain=chain, documents=documents)
         constraints = PromptConstraints(spans, None, question)
         grammar = self._grammar(request, form, tools)
         order = replace(order, constraints=constraints, form=form, shown=shown, reasoning=reasoning, grammar=grammar)
@@ -211,7 +219,8 @@ class Preparer:
             constraints = PromptConstraints(*_plain_constraints(request))
             # A text is echoed as it was sent, not as its tokens decode.
             echo = (one_prompt if isinstance(one_prompt, str) else self._text_of(ids)) if request.echo else ""
-            orders.append(replace(order, constraints=constraints, continues=True, echo=echo, grammar=grammar))
+            order = replace(order, constraints=constraints, continues=True, echo=echo, grammar=grammar)
+            orders.append(replace(order, edits=self.plans.edits_of(request.kv, None)))
         return orders
 
     def _prompt_ids(self, prompt: str | list[int] | None, parse_special: bool) -> list[int]:
@@ -349,6 +358,8 @@ def _plain_constraints(request: CompletionRequest) -> tuple[list[tuple[int, int]
     kv = request.kv
     if kv is None:
         return None, None, None
+    if kv.documents is not None or kv.join is not None:
+        raise InputError("kv.documents: a completion has no messages that documents stand before; send a chat")
     if kv.question is True or any(isinstance(part, int) for part in kv.protect or ()):
         raise InputError("kv: a completion has no messages: give protect as spans of tokens, question as their number")
     return [part for part in kv.protect or () if not isinstance(part, int)] or None, None, kv.question or None

@@ -6,21 +6,45 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from greenlet import GreenletExit
 from torch import Tensor
 
 from kvsieve.decoding.asked import AnswerPart, PromptProgress
+from kvsieve.errors import KvsieveError
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.edit.editor import Edited, Editor
 from kvsieve.hf.forward.passes import closing
+from kvsieve.hf.join.join import Joined
 from kvsieve.hf.prompt.embed import embed_prompt
-from kvsieve.hf.prompt.options import ReadOptions
+from kvsieve.hf.prompt.options import Progress, ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.hf.reuse import FoundPrompt, approximately
 from kvsieve.hf.sieve import Sieve
+from kvsieve.serve.edits import SessionEdit
 from kvsieve.serve.pace import Coroutine, ReadingPace
 from kvsieve.serve.ticket import PromptImages, Ticket
+
+
+@dataclass(frozen=True)
+class ReadingCalls:
+    """Calls of a prefill to the rest of the server.
+
+    Attributes:
+        find: returns a stored prefix of the prompt, when the prefill begins.
+        edit: returns the edit of a stored conversation that the prompt begins with instead, or None.
+        join: joins the prompt's documents, with the progress of their prefill.
+        border: takes the number of tokens left between two passes.
+        joins: returns whether a pass may take several chunks.
+    """
+
+    find: Callable[[], FoundPrompt | None]
+    edit: Callable[[PromptReader], SessionEdit | None]
+    join: Callable[[Progress], Joined]
+    border: Callable[[PromptReader, int], None]
+    joins: Callable[[], bool]
 
 
 class PromptReader:
@@ -37,20 +61,13 @@ class PromptReader:
         seconds: time that prefilling what the cache holds takes.
         queued: seconds from the request until the prefill began.
         notes: sent with the answer.
+        edit: of a stored conversation, which the prompt may begin with; None without one.
+        edited: effect of the edit that the prompt began with; None without one.
+        joined: the prompt's documents; None without any.
         shift: position of a token after the images, less its index; None if it is unknown before they are embedded.
     """
 
-    def __init__(
-        self,
-        ticket: Ticket,
-        sieve: Sieve,
-        chunk: int,
-        pace: ReadingPace,
-        *,
-        find: Callable[[], FoundPrompt | None] = lambda: None,
-        border: Callable[[PromptReader, int], None] = lambda reading, left: None,
-        joins: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, ticket: Ticket, sieve: Sieve, chunk: int, pace: ReadingPace, calls: ReadingCalls) -> None:
         """Wait to prefill the prompt of a ticket.
 
         Args:
@@ -58,9 +75,7 @@ class PromptReader:
             sieve: the model under its plan.
             chunk: tokens per pass.
             pace: decides when to pause.
-            find: called when the prefill begins; returns a stored prefix of the prompt.
-            border: called between two passes with the number of tokens left.
-            joins: returns whether a pass may take several chunks.
+            calls: to the rest of the server.
         """
         self.ticket = ticket
         self.sieve = sieve
@@ -70,12 +85,15 @@ class PromptReader:
         self.logits: Tensor | None = None
         self.seconds = self.queued = 0.0
         self.notes: list[str] = []
-        self._began: float | None = None
-        self._find = find
-        self._border = border
+        self.edit: SessionEdit | None = None
+        self.edited: Edited | None = None
+        self.joined: Joined | None = None
         self.shift: int | None = None
+        self._began: float | None = None
+        self._calls = calls
+        self._start = 0
         self._run = Coroutine(self._read, pace)
-        self._together = functools.partial(self._run.begin_pass, joins)
+        self._together = functools.partial(self._run.begin_pass, calls.joins)
 
     @property
     def waits(self) -> bool:
@@ -119,14 +137,12 @@ class PromptReader:
         sieve = self.sieve
         self._began = time.perf_counter()
         self.queued = self._began - self.ticket.came
-        if (found := self._find()) is not None:
-            self.cache = found.cache
-            self.seconds = found.seconds
+        if order.documents is not None:
+            self._join()
+        elif (edit := self._calls.edit(self)) is None or not self._edit(edit):
+            self._find()
         cache = self.cache
-        self.cached = self.done = cache.conversation.caller_length_and_mask()[0]
-        if cache.conversation.approximate:
-            rules = approximately(cache.conversation.approximate)
-            self.notes.append(f"{self.cached} of {len(order.ids)} tokens came from the store{rules}")
+        self._start = self.done
         self.report()
         ids = torch.tensor([order.ids], device=sieve.model.device)
         if order.images is not None:
@@ -147,6 +163,50 @@ class PromptReader:
         self.logits = result.logits[0, -1].cpu()
         self.done = len(order.ids)
 
+    def _find(self) -> None:
+        """Continue from the longest stored prefix."""
+        if (found := self._calls.find()) is not None:
+            self.cache = found.cache
+            self.seconds = found.seconds
+        conversation = self.cache.conversation
+        self.cached = self.done = conversation.caller_length_and_mask()[0]
+        if conversation.approximate:
+            rules = approximately(conversation.approximate)
+            self.notes.append(f"{self.cached} of {len(self.ticket.order.ids)} tokens came from the store{rules}")
+
+    def _edit(self, edit: SessionEdit) -> bool:
+        """Continue from an edited conversation; return False, and note the reason, if it cannot be edited."""
+        base = edit.find()
+        if base is None or base.cache.num_seen < len(edit.known):
+            self.notes.append("the session was not edited: the store no longer has all of it")
+            return False
+        self.cached = self.done = edit.reused
+        try:
+            editor = Editor(self.sieve, base.cache, edit.known[None], chunk=self.chunk, progress=self._pause_before)
+            edited = editor.rewrite(edit.pieces)
+        except KvsieveError as error:
+            self.notes.append(f"the session was not edited: {error}")
+            return False
+        self.edited = edited
+        self.cache = base.cache
+        self.seconds += base.seconds
+        self.cached = edited.reused
+        self.done = self.cache.num_seen
+        return True
+
+    def _join(self) -> None:
+        """Join the documents that the prompt begins with."""
+        joined = self.joined = self._calls.join(self._pause_before)
+        self.cache = joined.cache
+        self.cached = joined.found
+        self.done = self.cache.num_seen
+
+    def _pause_before(self, done: int, total: int) -> None:
+        """Pause between two passes of an edit or a join."""
+        self.done = min(self.cached + done, len(self.ticket.order.ids) - 1)
+        self.report()
+        self._run.rest()
+
     def _embed(self, ids: Tensor, images: PromptImages) -> None:
         """Embed the images, or only the positions after them, if the found prefix holds them all."""
         cache = self.cache
@@ -157,10 +217,10 @@ class PromptReader:
         self.shift = cache.embedded.shift_after(images.end)
 
     def _pause(self, done: int, total: int) -> None:
-        self.done = self.cached + done
+        self.done = self._start + done
         self.report()
         if done < total:
-            self._border(self, total - done)
+            self._calls.border(self, total - done)
         self._run.rest(ends_pass=True)
 
     def report(self) -> None:

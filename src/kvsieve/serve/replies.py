@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import time
@@ -71,6 +72,10 @@ def usage(summaries: Sequence[Summary]) -> dict[str, Any]:
         }
         if stats.drafts is not None:
             out["kv"]["drafted"] = {"tokens": stats.drafts.drafted, "accepted": stats.drafts.accepted}
+        if stats.edited is not None:
+            out["kv"]["edited"] = dataclasses.asdict(stats.edited)
+        if first.documents is not None:
+            out["kv"]["documents"] = dataclasses.asdict(first.documents)
         if first.kept:
             out["kv"]["map"] = list(first.kept)
     return out

@@ -43,6 +43,31 @@ class DraftedTokens(Strict):
     accepted: int
 
 
+class EditUsage(Strict):
+    """Entries that an edit or a join has left in the prompt.
+
+    Attributes:
+        share: share of the prompt's tokens with approximate entries.
+        reused: tokens that kept their entries before this prompt; 0 if an earlier one was edited.
+        reread: tokens that the edit prefilled.
+        rules: rules by which entries are approximate.
+    """
+
+    share: float
+    reused: int
+    reread: int
+    rules: list[str]
+
+
+class JoinedDocuments(Strict):
+    """Tokens of the request's documents: found in the store, prefilled alone, and prefilled again in their places."""
+
+    join: str
+    found: int
+    prefilled: int
+    reread: int
+
+
 class KVUsage(Strict):
     """Entries kept of the first prompt; see docs/serving.md."""
 
@@ -58,6 +83,8 @@ class KVUsage(Strict):
     seconds: float
     map: list[float] | None = None
     drafted: DraftedTokens | None = None
+    edited: EditUsage | None = None
+    documents: JoinedDocuments | None = None
 
 
 class Usage(Strict):
@@ -193,6 +220,7 @@ class KVReply(Strict):
     methods: list[str]
     budget: str | None
     codecs: bool
+    edits: bool
     draft: str
     context: int | None
     chunk: int

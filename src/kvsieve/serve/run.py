@@ -56,6 +56,7 @@ class ServerOptions:
         store_memory: its bytes in memory, such as "2GiB"; "0" for no prefix cache.
         store_disk: its bytes on disk.
         share: share prefixes between API keys.
+        edits: edit sessions that a prompt does not continue; requests may decline.
         host: address to listen at.
         port: port to listen at; 0 for a free one.
         open: serve every client that reaches the address, without a key.
@@ -80,6 +81,7 @@ class ServerOptions:
     store_memory: str = "2GiB"
     store_disk: str = "20GiB"
     share: bool = False
+    edits: bool = False
     host: str = "127.0.0.1"
     port: int = 8000
     open: bool = False
@@ -106,7 +108,7 @@ def application(
     with attached(model, Plan(), options.decode, tokenizer, any_plan=True) as sieve:
         scheduler = Scheduler(sieve, tokenizer, limits, _prefixes(options))
         own = options.plan, options.method, options.budget
-        plans = AllowedPlans(*own, options.others, options.codecs, scheduler.check_plan, options.draft)
+        plans = AllowedPlans(*own, options.others, options.codecs, scheduler.check_plan, options.draft, options.edits)
         # Refused now rather than at the first request.
         plan = scheduler.check_plan(options.plan)
         if options.draft is not None:

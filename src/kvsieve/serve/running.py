@@ -21,7 +21,7 @@ from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.reread import logits_at_border
 from kvsieve.planning.drafts import Draft
 from kvsieve.serve.reading import PromptReader
-from kvsieve.serve.ticket import Summary, Ticket
+from kvsieve.serve.ticket import DocumentCounts, Summary, Ticket
 
 
 class Running:
@@ -109,6 +109,7 @@ class Running:
         ended = [drafts.note for rows in self.rows for drafts in rows.drafts if drafts.note is not None]
         notes = [*ticket.order.notes, *self.reading.notes, *stats.notes, *dict.fromkeys([*self._notes, *ended])]
         reasoning = ticket.order.reasoning
+        joined = self.reading.joined
         return Summary(
             prompt_tokens=len(ticket.order.ids),
             cached_tokens=self.reading.cached,
@@ -121,4 +122,7 @@ class Running:
             reasoning_tokens=None
             if reasoning is None
             else sum(reasoning.count(answer.tokens) for answer in self.answers),
+            documents=None
+            if joined is None
+            else DocumentCounts(joined.kind, joined.found, joined.prefilled, joined.reread),
         )

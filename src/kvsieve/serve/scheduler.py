@@ -17,6 +17,7 @@ from kvsieve.hf.attach import under
 from kvsieve.hf.model.context import context_of
 from kvsieve.hf.sieve import Sieve
 from kvsieve.planning.plans import Plan
+from kvsieve.serve.documents import check_joined
 from kvsieve.serve.images import tower_layers
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.pace import pause_within
@@ -91,7 +92,7 @@ class Scheduler:
         """Queue a request; `tell` gets its events, in the scheduler's thread.
 
         Raises:
-            InputError: it is longer than the model's context.
+            InputError: it is longer than the model's context, or has documents that its plan cannot join.
             TooLargeError: it needs more memory than there is for all.
             BusyError: too many requests wait.
             ClosingError: the server is closing.
@@ -105,6 +106,7 @@ class Scheduler:
             )
         if context is not None and len(order.ids) + order.max_tokens > context:
             order = replace(order, max_tokens=context - len(order.ids))
+        check_joined(under(self.sieve, order.plan), order.documents)
         ticket = Ticket(order, tell, self._wake)
         needed = self._work.needs(order)
         most = self.limits.kv_bytes

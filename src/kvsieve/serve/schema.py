@@ -59,6 +59,9 @@ class KVOptions(Strict):
         session: continue the conversation of this name, as a chat does, on the entries that the plan left.
         map: number of parts of the prompt in a map of kept entries, returned in `usage.kv.map`.
         draft: where drafts of the answer come from, such as "lookup:tokens=4"; "none" for none.
+        edits: False to prefill a prompt that does not continue its session, instead of editing the session.
+        documents: texts before the last user message's text, each prefilled alone and found in the store.
+        join: how they become one prompt, such as "link:tokens=32" (default "link").
     """
 
     method: Annotated[str, Field(max_length=100)] | None = None
@@ -69,6 +72,9 @@ class KVOptions(Strict):
     session: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.:-]+$")] | None = None
     map: Annotated[Whole, Field(ge=0, le=512)] | None = None
     draft: Annotated[str, Field(max_length=100)] | None = None
+    edits: bool | None = None
+    documents: Texts | None = None
+    join: Annotated[str, Field(max_length=60, pattern=r"^[a-z-]+(:[a-z_]+=[a-z0-9.%]+)*$")] | None = None
 
 
 class StreamOptions(Strict):

@@ -40,6 +40,23 @@ class TooLargeError(KvsieveError):
 
 
 @dataclass(frozen=True)
+class DocumentCounts:
+    """Tokens of joined documents.
+
+    Attributes:
+        join: text form of the join.
+        found: tokens from the store.
+        prefilled: tokens prefilled alone.
+        reread: tokens prefilled again in their places.
+    """
+
+    join: str
+    found: int
+    prefilled: int
+    reread: int
+
+
+@dataclass(frozen=True)
 class Summary:
     """Costs of a request; its last event.
 
@@ -53,6 +70,7 @@ class Summary:
         ttft_s: from the request to the first token.
         queued_s: from the request to the begin of its prefill.
         reasoning_tokens: of all answers; None if they are not counted.
+        documents: of the prompt; None without any.
     """
 
     prompt_tokens: int
@@ -64,6 +82,7 @@ class Summary:
     ttft_s: float = 0.0
     queued_s: float = 0.0
     reasoning_tokens: int | None = None
+    documents: DocumentCounts | None = None
 
 
 Event = AnswerPart | Summary | Exception
@@ -85,6 +104,26 @@ class PromptImages:
     tokens: tuple[int, ...]
     end: int
     key: bytes
+
+
+@dataclass(frozen=True)
+class PromptDocuments:
+    """Documents of a prompt.
+
+    Attributes:
+        before: the prompt's tokens before the first one.
+        texts: tokens of each document.
+        join: text form of the join.
+    """
+
+    before: tuple[int, ...]
+    texts: tuple[tuple[int, ...], ...]
+    join: str
+
+    @property
+    def size(self) -> int:
+        """Tokens of all documents."""
+        return sum(map(len, self.texts))
 
 
 @dataclass(frozen=True)
@@ -114,6 +153,9 @@ class Order:
         draft: source of drafts of the answers; None for none.
         grammar: that every answer matches; None for none.
         images: of the prompt; None for text.
+        edits: edit the stored conversation if the prompt does not continue it.
+        chain: name of the chain of stored responses that a request without a session belongs to; None for none.
+        documents: that the prompt's last message begins with, prefilled alone; None for none.
     """
 
     ids: tuple[int, ...]
@@ -138,6 +180,9 @@ class Order:
     draft: Draft | None = None
     grammar: CompiledGrammar | None = None
     images: PromptImages | None = None
+    edits: bool = False
+    chain: str | None = None
+    documents: PromptDocuments | None = None
 
     @property
     def known_ids(self) -> tuple[int, ...]:

@@ -36,6 +36,7 @@ def add_views(app: FastAPI, service: Service, metrics: Metrics) -> None:
             methods=list(service.plans.methods),
             budget=None if service.plans.budget is None else str(service.plans.budget),
             codecs=service.plans.codecs,
+            edits=service.plans.edits,
             draft=service.plans.draft_name,
             context=scheduler.context,
             chunk=scheduler.limits.chunk,

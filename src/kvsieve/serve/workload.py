@@ -14,13 +14,14 @@ from kvsieve.errors import KvsieveError
 from kvsieve.hf.forward.pieces import rows_are_alone
 from kvsieve.hf.reuse import FoundPrompt
 from kvsieve.hf.sieve import Sieve
+from kvsieve.serve.edits import SessionEdit
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.memory import KVBytes
 from kvsieve.serve.pace import pace_on
 from kvsieve.serve.plan_sieves import PlanSieves
 from kvsieve.serve.prefixes import Prefixes
 from kvsieve.serve.queue import PrefillQueue
-from kvsieve.serve.reading import PromptReader
+from kvsieve.serve.reading import PromptReader, ReadingCalls
 from kvsieve.serve.running import Running
 from kvsieve.serve.ticket import BusyError, Event, Order, Ticket
 
@@ -74,7 +75,9 @@ class Workload:
     def needs(self, order: Order) -> int:
         """Return the most bytes that a request takes: its whole prompt until the plan has acted, answers and room."""
         room = max(MIN_ROOM, len(order.ids) // 8)
-        return self.bytes.of(len(order.ids)) + order.answers * self.bytes.of(order.max_tokens + room)
+        # Entries of documents are copied to their places.
+        copied = 0 if order.documents is None else self.bytes.of(order.documents.size)
+        return self.bytes.of(len(order.ids)) + copied + order.answers * self.bytes.of(order.max_tokens + room)
 
     def has_room(self, order: Order) -> bool:
         rows = sum(job.going for job in self._running) + sum(job.ticket.order.answers for job in self._reading)
@@ -89,10 +92,14 @@ class Workload:
         self._held[ticket] = self.needs(order)
         try:
             sieve = self.under.of(order.plan)
-            find = functools.partial(self._found, sieve, order)
-            reader = PromptReader(
-                ticket, sieve, self.limits.chunk, self.pace, find=find, border=self._at_border, joins=self._joins
+            calls = ReadingCalls(
+                find=functools.partial(self._found, sieve, order),
+                edit=self._edit,
+                join=functools.partial(self.prefixes.join, sieve, order, self.limits.chunk),
+                border=self._at_border,
+                joins=self._joins,
             )
+            reader = PromptReader(ticket, sieve, self.limits.chunk, self.pace, calls)
             if (reason := self.prefixes.why_not(sieve, order)) is not None:
                 reader.notes.append(f"the prefix store was left out: {reason}")
             reader.shift = self.prefixes.shift_after(order)
@@ -191,6 +198,8 @@ class Workload:
         order = ticket.order
         self.counts["prompt_tokens"] += len(order.ids)
         self.counts["cached_tokens"] += reading.cached
+        if reading.edited is not None:
+            self.counts.update(edited=1, edited_tokens=reading.edited.reused, reread_tokens=reading.edited.reread)
         self._store(self.prefixes.add, reading)
         for other in self._reading:
             if other.waits:
@@ -256,11 +265,33 @@ class Workload:
             return None
 
     def _covered(self, reading: PromptReader) -> int:
+        """Return the number of a prompt's tokens that need no prefill, and choose the edit that it begins with."""
+        order = reading.ticket.order
         try:
-            return self.prefixes.covered(reading.sieve, reading.ticket.order, reading.chunk)
+            exact = self.prefixes.covered(reading.sieve, order, reading.chunk)
+            reading.edit = self.prefixes.edit(reading.sieve, order, reading.chunk, exact, reading.edit)
         except Exception as error:
             self._not_stored(error)
             return 0
+        edit = reading.edit
+        return exact if edit is None or edit.why_not is not None else edit.reused
+
+    def _edit(self, reading: PromptReader) -> SessionEdit | None:
+        """Return the edit that a prompt begins with, with memory reserved for entries that move, or None."""
+        self._covered(reading)
+        edit = reading.edit
+        if edit is None:
+            return None
+        needed = self.bytes.of(edit.size)
+        most = self.limits.kv_bytes
+        reason = edit.why_not
+        if reason is None and most is not None and sum(self._held.values()) + needed > most:
+            reason = f"its entries need {needed:,} bytes more while they move, and the server has {most:,} for all"
+        if reason is not None:
+            reading.notes.append(f"the session was not edited: {reason}")
+            return None
+        self._held[reading.ticket] += needed
+        return edit
 
     def _at_border(self, reading: PromptReader, left: int) -> None:
         self._store(self.prefixes.at_border, reading, left)

@@ -7,7 +7,7 @@ or changed tokens stays. So a window of tokens after every edit is prefilled aga
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from kvsieve.hf.edit.layout import Arrangement, Window, check_place, check_span,
 from kvsieve.hf.edit.moved import MovedEntries
 from kvsieve.hf.edit.positions import why_not_moved
 from kvsieve.hf.forward.passes import closing
+from kvsieve.hf.prompt.options import Progress
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.plans import Plan
 
@@ -55,10 +56,29 @@ class Editor:
     Attributes:
         ids: int64 [1, N], the conversation in the cache.
         window: tokens prefilled again after every edit, or "all".
+
+    Args:
+        model: the attached model.
+        cache: see ``Sieve.edit``.
+        ids: int64 [1, N], the tokens that the cache has seen.
+        window: see above.
+        chunk: tokens per forward pass, None for those of an edit's place at once.
+        progress: called between passes with (tokens done, tokens to prefill) of an edit.
     """
 
-    def __init__(self, model: AttachedModel, cache: SieveCache, ids: Tensor, window: Window = WINDOW) -> None:
+    def __init__(
+        self,
+        model: AttachedModel,
+        cache: SieveCache,
+        ids: Tensor,
+        window: Window = WINDOW,
+        *,
+        chunk: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
         self._model = model
+        self._chunk = chunk
+        self._progress = progress
         self._cache = cache
         self.window = check_window(window)
         self.ids = ids
@@ -137,13 +157,15 @@ class Editor:
         runs = layout.runs(self.window)
         reread = sum(end - start for start, end in runs)
         moved = len(layout.ids) - layout.first - reread
+        note = self._progress
+        done = None if note is None else lambda tokens: note(tokens, reread)
         # Tokens that a plan has dropped stay dropped, whatever is prefilled again.
         is_exact = not moved and not model.plan.roles
         before = cache.snapshot()
         with undone_on_failure(cache):
             try:
                 with closing():
-                    _rewrite(model, cache, layout, runs)
+                    _rewrite(model, cache, layout, runs, self._chunk, done)
                 edits = cache.conversation.edits
                 cache.conversation.edits = edits.edited(layout.source, layout.before, layout.first, runs)
                 if not is_exact:
@@ -212,8 +234,18 @@ def _check_protected(cache: SieveCache, layout: Arrangement) -> None:
         raise InputError("the edit removes tokens that protect= or quotas= keeps; leave them, or prefill again")
 
 
-def _rewrite(model: AttachedModel, cache: SieveCache, layout: Arrangement, runs: list[tuple[int, int]]) -> None:
-    """Give a cache the conversation of a layout: entries move, and `runs` of columns are prefilled."""
+def _rewrite(
+    model: AttachedModel,
+    cache: SieveCache,
+    layout: Arrangement,
+    runs: list[tuple[int, int]],
+    chunk: int | None,
+    done: Callable[[int], None] | None,
+) -> None:
+    """Give a cache the conversation of a layout: entries move, and `runs` of columns are prefilled.
+
+    chunk, done: see MovedEntries.put.
+    """
     turn = cache.conversation.turn
     known = cache.conversation.ids
     entries = MovedEntries.of(model, cache, layout.target, layout.source < 0)
@@ -223,7 +255,7 @@ def _rewrite(model: AttachedModel, cache: SieveCache, layout: Arrangement, runs:
     conversation.turn = dataclasses.replace(
         turn, reading=True, acts=False, deferred=[], record=TurnRecord(reduced=False)
     )
-    entries.put(model, cache, layout.ids, runs)
+    entries.put(model, cache, layout.ids, runs, chunk, done)
     conversation.ids = None if known is None else layout.ids[None].to(known.device)
     _move_records(cache, turn, layout.target, len(layout.ids))
 

@@ -71,6 +71,7 @@ class MovedEntries:
         cache: SieveCache,
         ids: Tensor,
         spans: Sequence[tuple[int, int]],
+        chunk: int | None = None,
         done: Callable[[int], None] | None = None,
         feed: Callable[[], None] | None = None,
     ) -> None:
@@ -83,7 +84,8 @@ class MovedEntries:
             cache: in a turn on which the plan does not act; its entries are replaced.
             ids: int64 [N].
             spans: ascending and half-open.
-            done: called with the number of tokens of `spans` that are prefilled.
+            chunk: tokens per forward pass, None for a span at once.
+            done: called after each pass with the number of tokens of `spans` that are prefilled.
             feed: prefills the only span, with the entries before it in the cache; None for plain passes.
         """
         layers = cache.sieve_layers
@@ -91,15 +93,18 @@ class MovedEntries:
         prefilled = 0
         for start, end in spans:
             self._set(cache, start)
-            if feed is None:
-                model.feed(cache, ids[None, start:end], None, request)
-            else:
-                feed()
+            step = end - start if feed is not None else chunk or end - start
+            for first in range(start, end, step):
+                last = min(first + step, end)
+                if feed is None:
+                    model.feed(cache, ids[None, first:last], None, request)
+                else:
+                    feed()
+                prefilled += last - first
+                if done is not None:
+                    done(prefilled)
             for index, part in self.layers.items():
                 part.replace(start, end, layers[index].store)
-            prefilled += end - start
-            if done is not None:
-                done(prefilled)
         self._set(cache, len(ids))
         for index in self.ragged:
             store = layers[index].store

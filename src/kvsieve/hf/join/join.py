@@ -179,7 +179,7 @@ class Joining:
         cache.begin_turn(self.seen, acts=False)
         ids = self.texts.ids[:, : self.seen]
         chunk = self.reader.chunk
-        spans = _pieces(self.spans, chunk)
+        spans = self.spans
         kind = self.kind
         feed = None
         if isinstance(kind, SelectiveJoin):
@@ -188,7 +188,7 @@ class Joining:
         if isinstance(kind, ParallelJoin):
             entries.divide_keys(self.texts.start, self.seen, kind.temperature)
             record_parallel(cache, self.texts, kind)
-        entries.put(self.sieve, cache, ids[0], spans, done, feed)
+        entries.put(self.sieve, cache, ids[0], spans, chunk, done, feed)
         conversation.ids = ids.to(self.sieve.model.device) if needs_ids(self.sieve.plan) else None
         turn = cache.turn
         turn.acts = True
@@ -215,10 +215,3 @@ class Joining:
         """
         progress = self.progress
         return None if progress is None else lambda done: progress(min(max(done, begin) + move, most), total)
-
-
-def _pieces(spans: list[Span], chunk: int | None) -> list[Span]:
-    """Return spans of at most `chunk` tokens."""
-    return [
-        (first, min(first + (chunk or end), end)) for start, end in spans for first in range(start, end, chunk or end)
-    ]

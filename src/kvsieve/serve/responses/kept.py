@@ -19,11 +19,13 @@ class KeptResponse:
         reply: the response object.
         inputs: items of its request.
         conversation: all items up to its end, its output included.
+        chain: name of the responses that continue each other, this one included.
     """
 
     reply: bytes
     inputs: tuple[bytes, ...]
     conversation: tuple[bytes, ...]
+    chain: str = ""
 
 
 def size_of(texts: Collection[bytes]) -> int:

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
+from uuid import uuid4
 
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse
@@ -112,27 +113,30 @@ class _Endpoints:
             raise _unknown(name)
 
     def _prepared(self, body: ResponsesRequest, owner: str) -> _PreparedResponse:
-        earlier = self._earlier(body, owner)
+        before = self._before(body, owner)
+        earlier = () if before is None else before.conversation
+        chain = uuid4().hex if before is None else before.chain
         inputs = tuple(json_text(listed(item)).encode() for item in body.input or ())
         if body.store is not False and size_of((*earlier, *inputs)) > self._kept.largest:
             message = f"the conversation takes more than {self._kept.largest} bytes, the most that is stored of one"
             raise Failure(413, f"{message}; send it whole, with store false", code="request_too_large", param="store")
         try:
             chat = chat_request(body, [InputItem.model_validate_json(item) for item in earlier])
-            order = self._preparer.chat(chat, owner)
+            order = self._preparer.chat(chat, owner, chain)
         except (InputError, UnsupportedOptionError, Failure) as error:
             raise renamed(error, NAMES) from None
         return _PreparedResponse(order, earlier, inputs)
 
-    def _earlier(self, body: ResponsesRequest, owner: str) -> tuple[bytes, ...]:
+    def _before(self, body: ResponsesRequest, owner: str) -> KeptResponse | None:
+        """Return the response that a request continues; None for none. Raises Failure for an unknown one."""
         name = body.previous_response_id
         if name is None:
-            return ()
+            return None
         found = self._kept.get(owner, name)
         if found is None:
             message = f"Previous response with id {name!r} not found: {_REASONS}"
             raise Failure(400, message, code="previous_response_not_found", param="previous_response_id")
-        return found.conversation
+        return found
 
 
 async def _written(run: ResponseRun, exchange: Exchange) -> AsyncIterator[str]:
@@ -146,7 +150,8 @@ def _failed(run: ResponseRun, failure: Failure) -> str:
 
 def _kept_response(turn: _PreparedResponse, reply: JsonObject) -> KeptResponse:
     outputs = tuple(json_text(_without_logprobs(item)).encode() for item in reply["output"])
-    return KeptResponse(json_text(reply).encode(), turn.inputs, (*turn.earlier, *turn.inputs, *outputs))
+    conversation = (*turn.earlier, *turn.inputs, *outputs)
+    return KeptResponse(json_text(reply).encode(), turn.inputs, conversation, turn.order.chain or "")
 
 
 def _without_logprobs(item: JsonObject) -> JsonObject:

@@ -1,0 +1,169 @@
+"""Documents of a request: joined before the last user message's text, and found in the store in any order."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+import torch
+
+import kvsieve
+from kvsieve.hf.attach import attached
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.turns import render, token_ids
+from kvsieve.serve.limits import ServerLimits
+from kvsieve.serve.run import ServerOptions, application
+from kvsieve.serve.scheduler import Scheduler
+from kvsieve.serve.ticket import PromptDocuments
+from orders import TIMEOUT, ask, prompt
+from served_apps import listening
+from tiny_models import build
+from toy_chats import chat_tokenizer
+from toy_words import word_tokenizer
+
+CHUNK = 16
+SIZE = 50
+
+
+def words(seed, count=SIZE):
+    made = torch.Generator().manual_seed(seed)
+    return " ".join(f"w{each}" for each in torch.randint(0, 80, (count,), generator=made).tolist())
+
+
+# Each protocol has documents of its own, so that none is found that another has left.
+SYSTEM, QUESTION = "w81 w82 w83", "w84 w85"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return chat_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def url(tokenizer):
+    limits = ServerLimits(chunk=CHUNK, max_tokens=16, documents=4)
+    options = ServerOptions(limits=limits, others=("full", "snapkv:window=4:paper=True", "finch", "gemfilter"))
+    with application(build("llama"), tokenizer, options, "tiny") as app, listening(app) as address:
+        yield address
+
+
+def post(url, path, body):
+    return httpx.post(f"{url}/v1/{path}", json={"model": "tiny", **body}, timeout=TIMEOUT)
+
+
+def by_chat(url, text, kv):
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+    reply = post(url, "chat/completions", {"messages": messages, "max_tokens": 6, "kv": kv}).json()
+    return reply["choices"][0]["message"]["content"], reply["usage"]["prompt_tokens"], reply["usage"]["kv"]
+
+
+def by_responses(url, text, kv):
+    reply = post(url, "responses", {"instructions": SYSTEM, "input": text, "max_output_tokens": 6, "kv": kv}).json()
+    return reply["output"][0]["content"][0]["text"], reply["usage"]["input_tokens"], reply["usage"]["kv"]
+
+
+def by_messages(url, text, kv):
+    messages = [{"role": "user", "content": text}]
+    reply = post(url, "messages", {"system": SYSTEM, "messages": messages, "max_tokens": 6, "kv": kv}).json()
+    usage = reply["usage"]
+    return reply["content"][0]["text"], usage["input_tokens"] + usage["cache_read_input_tokens"], usage["kv"]
+
+
+PROTOCOLS = {"chat": by_chat, "responses": by_responses, "messages": by_messages}
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_documents_are_found_in_any_order(url, protocol):
+    send, seed = PROTOCOLS[protocol], 10 * list(PROTOCOLS).index(protocol)
+    first, second, third = (words(seed + number) for number in range(3))
+    counts = send(url, QUESTION, {"documents": [first, second]})[2]["documents"]
+    assert counts == {"join": "link:tokens=32", "found": 0, "prefilled": 2 * SIZE, "reread": 32}
+    found = send(url, "w86", {"documents": [third, second, first]})
+    assert found[2]["documents"] == {"join": "link:tokens=32", "found": 2 * SIZE, "prefilled": SIZE, "reread": 64}
+    assert found[2]["edited"]["rules"] == ["link:tokens=32"] and not found[2]["notes"]
+    # The prompt is the text that a client would have written.
+    written = send(url, f"{third}\n\n{second}\n\n{first}\n\nw86", {})
+    assert found[1] == written[1]
+    full = send(url, "w86", {"documents": [third, second, first], "join": "full"})
+    assert full[:2] == written[:2] and "edited" not in full[2]
+
+
+@pytest.mark.parametrize("method", ["full", "snapkv:window=4:paper=True"])
+@pytest.mark.parametrize("join", ["modules", "link:tokens=8"])
+def test_the_answer_is_that_of_the_librarys_join(url, tokenizer, method, join):
+    texts = [words(seed) for seed in (51, 52, 53)]
+    kv = {"documents": texts, "join": join, "method": method, "budget": 24} if "snap" in method else {}
+    kv = kv or {"documents": texts, "join": join, "method": method}
+    text, _, usage = by_chat(url, QUESTION, kv)
+    chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "\n\n".join([*texts, QUESTION])}]
+    ids = token_ids(tokenizer, render(tokenizer, chat))
+    start = ids.index(token_ids(tokenizer, "w91")[0]) + 1
+    documents = [ids[at : at + SIZE] for at in range(start, start + 3 * SIZE, SIZE)]
+    plan = kvsieve.plan("snapkv", window=4, paper=True, budget=24) if "snap" in method else kvsieve.plan("full")
+    with kvsieve.attach(build("llama"), plan) as sieve:
+        joined = sieve.join(documents, ids[:start], kind=join, chunk=CHUNK)
+        out = sieve.generate(
+            torch.tensor([ids]), cache=joined.cache, chunk=CHUNK, max_new_tokens=6, do_sample=False, eos_token_id=127
+        )
+    assert text == tokenizer.decode(out.sequences[0, len(ids) :], skip_special_tokens=True)
+    assert usage["documents"]["join"] == joined.kind
+    assert usage["entries"] == (24 if "snap" in method else len(ids))
+
+
+CHAT = {"messages": [{"role": "user", "content": "w1"}], "max_tokens": 2}
+ANSWERED = {"role": "assistant", "content": "w2"}
+REFUSED = {
+    "no list": (CHAT, {"documents": "w1"}, "kv.documents"),
+    "none": (CHAT, {"documents": []}, "kv.documents"),
+    "no texts": (CHAT, {"documents": [1]}, "kv.documents"),
+    "too many": (CHAT, {"documents": ["w1"] * 5}, "at most 4"),
+    "a blank one": (CHAT, {"documents": ["w1", " \n"]}, "number 1 is blank"),
+    "too long": (CHAT, {"documents": [words(1, 600)]}, "context"),
+    "no documents": (CHAT, {"join": "link"}, "kv.join"),
+    "an unknown join": (CHAT, {"documents": ["w1"], "join": "lnk"}, "link"),
+    "a join's unknown parameter": (CHAT, {"documents": ["w1"], "join": "link:token=3"}, "tokens"),
+    "a session": (CHAT, {"documents": ["w1"], "session": "s"}, "kv.session"),
+    "protected messages": (CHAT, {"documents": ["w1"], "protect": [0]}, "kv.protect"),
+    "no user": ({"messages": [ANSWERED]}, {"documents": ["w1"]}, "the user's"),
+    "a method": (
+        CHAT,
+        {"documents": [words(1), words(2)], "method": "gemfilter"},
+        "kv.documents: they cannot be joined",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_documents_that_cannot_be_joined_are_refused(url, case):
+    chat, kv, message = REFUSED[case]
+    for stream in (False, True):
+        reply = post(url, "chat/completions", {**chat, "kv": kv, "stream": stream})
+        assert reply.status_code == 400 and message in reply.json()["error"]["message"], reply.text
+
+
+def test_completions_have_no_documents(url):
+    reply = post(url, "completions", {"prompt": "w1", "kv": {"documents": ["w1"]}})
+    assert reply.status_code == 400 and "kv.documents" in reply.json()["error"]["message"]
+
+
+def test_control_tokens_in_documents_are_text(url):
+    documents = [f"{words(61)} [EOS]", words(62)]
+    tokens = by_chat(url, QUESTION, {"documents": documents})[1]
+    assert tokens == by_chat(url, "\n\n".join([*documents, QUESTION]), {})[1]
+
+
+def test_documents_are_prefilled_between_the_tokens_of_others():
+    with attached(build("llama"), Plan(), "eager", any_plan=True) as sieve:
+        one = Scheduler(sieve, word_tokenizer(), ServerLimits(chunk=CHUNK, gap=1.0))
+        one.start()
+        running, _ = ask(one, prompt(7, 10), Plan(), 400, ignore_eos=True)
+        running.events.get(timeout=TIMEOUT)
+        before = one.counts["new_tokens"]
+        texts = tuple(prompt(seed, 5 * CHUNK) for seed in (1, 2, 3))
+        documents = PromptDocuments(prompt(4, 9), texts, "link:tokens=32")
+        ids = (*documents.before, *(token for text in texts for token in text), *prompt(5, 9))
+        heard, _ = ask(one, ids, Plan(), 2, documents=documents)
+        counts = heard.all()[-1].documents
+        # A token for each part of each layer and chunk.
+        assert one.counts["new_tokens"] - before >= 15 * sieve.num_layers
+        assert (counts.prefilled, counts.reread) == (15 * CHUNK, 64)
+        one.close()
