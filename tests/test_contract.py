@@ -62,12 +62,15 @@ class Recording(Evictor, needs=("rotary",), heads="own", ragged=True, takes_quot
         self.asked.append(given)
         return given
 
-    check = rhythm = requested = entries = answer_entries = stored_heads = observe = select = is_noop = _answer
+    check = rhythm = why_not_joined = requested = entries = answer_entries = stored_heads = observe = select = (
+        is_noop
+    ) = _answer
 
 
 GIVEN = {
     "check": (4,),
     "rhythm": (50,),
+    "why_not_joined": (70,),
     "requested": (50, 7),
     "entries": (60, 8),
     "answer_entries": (5, 20, 60),

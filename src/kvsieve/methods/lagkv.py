@@ -90,6 +90,12 @@ class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remember
     def why_not_edited(self) -> str | None:
         return "it has cut the conversation into partitions as it stood"
 
+    def why_not_joined(self, before: int) -> str | None:
+        if before <= self.sinks:
+            # Later turns cut what is left of all documents into partitions.
+            return None
+        return f"its heads keep different ones of the {before} tokens before the documents; give it sinks={before}"
+
     def rhythm(self, prompt: int) -> tuple[int, int] | None:
         return (self.lag, self.sinks) if self.decode else None
 

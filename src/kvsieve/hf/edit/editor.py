@@ -200,6 +200,18 @@ def _check(model: AttachedModel, cache: SieveCache, ids: Tensor) -> None:
 
 def why_not_edited(plan: Plan, cache: SieveCache) -> str | None:
     """Return a clause why the conversation of a cache cannot be edited under a plan, or None."""
+    return why_not_rearranged(plan, cache) or of_evictor(
+        plan, None if plan.evict is None else plan.evict.why_not_edited
+    )
+
+
+def of_evictor(plan: Plan, reason: str | None) -> str | None:
+    """Return an evictor's reason as a clause of its own."""
+    return None if reason is None else f"of {type(plan.evict).__name__}, {reason}"
+
+
+def why_not_rearranged(plan: Plan, cache: SieveCache) -> str | None:
+    """Return a clause why entries of a cache cannot go to other columns, whatever the plan's evictor says, or None."""
     conversation = cache.conversation
     if cache.forgets:
         return "the model has recurrent layers, or layers with a window, which do not go back"
@@ -217,8 +229,7 @@ def why_not_edited(plan: Plan, cache: SieveCache) -> str | None:
         return "rest= keeps evicted entries in blocks of their own"
     if any(layer.store.log_weight is not None for layer in cache.sieve_layers.values()):
         return f"{plan.name} has merged tokens into weighted entries"
-    reason = None if plan.evict is None else plan.evict.why_not_edited
-    return None if reason is None else f"of {type(plan.evict).__name__}, {reason}"
+    return None
 
 
 def _check_protected(cache: SieveCache, layout: Arrangement) -> None:

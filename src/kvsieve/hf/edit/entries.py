@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,12 +25,14 @@ class LayerEntries:
         values: [1, H, N, Dv].
         column: int64 [1, H, N], -1 for dropped entries and filler.
         stored: bool [1, H, columns], tokens with an entry in a head; new tokens have one everywhere.
+        is_sorted: every head has the same columns, ascending, without filler.
     """
 
     keys: Tensor
     values: Tensor
     column: Tensor
     stored: Tensor
+    is_sorted: bool = False
 
     @classmethod
     def moved(cls, store: LayerMemory, target: Tensor, fresh: Tensor, rotate: Rotate) -> LayerEntries:
@@ -57,7 +60,7 @@ class LayerEntries:
         stored = torch.zeros(*column.shape[:2], len(fresh) + 1, dtype=torch.bool, device=device)
         stored.scatter_(2, column.masked_fill(column < 0, len(fresh)), True)
         stored = stored[..., :-1] | fresh.to(device)
-        return cls(keys.clone(), dense.values.clone(), column, stored)
+        return cls(keys, dense.values, column, stored)._ordered()
 
     @classmethod
     def joined(cls, parts: Sequence[LayerEntries]) -> LayerEntries:
@@ -69,18 +72,44 @@ class LayerEntries:
             torch.cat([tensor[:, :, own] for tensor, own in zip(tensors, real, strict=True)], 2)
             for tensors in zip(*((part.keys, part.values, part.column) for part in wide), strict=True)
         )
-        return cls(keys, values, column, torch.stack([part.stored for part in wide]).any(0))
+        return cls(keys, values, column, torch.stack([part.stored for part in wide]).any(0))._ordered()
 
     def _with_heads(self, heads: int) -> LayerEntries:
         """Return them with a copy per query head, if another cache stores `heads` of these."""
         copies = heads // self.column.shape[1]
         if copies == 1:
             return self
-        parts = (self.keys, self.values, self.column, self.stored)
-        return LayerEntries(*(part.repeat_interleave(copies, 1) for part in parts))
+        parts = {name: vars(self)[name].repeat_interleave(copies, 1) for name in ("keys", "values", "column", "stored")}
+        return dataclasses.replace(self, **parts)
+
+    def _ordered(self) -> LayerEntries:
+        """Return them in memory of their own, sorted if every head has the same columns."""
+        first = self.column[:, :1]
+        if not bool((self.column == first).all()):
+            return dataclasses.replace(self, keys=self.keys.clone(), values=self.values.clone())
+        order = first[0, 0].argsort(stable=True)[int((first < 0).sum()) :]
+        parts = {name: vars(self)[name][:, :, order] for name in ("keys", "values", "column")}
+        return dataclasses.replace(self, **parts, is_sorted=True)
+
+    def _put(self, first: int, last: int, keys: Tensor, values: Tensor, column: Tensor) -> None:
+        """Put entries [1, H, K, ...] in place of the slots from `first` to `last`."""
+        for name, new in (("keys", keys), ("values", values), ("column", column)):
+            old: Tensor = vars(self)[name]
+            if new.shape[2] == last - first:
+                old[:, :, first:last] = new
+            else:
+                vars(self)[name] = torch.cat([old[:, :, :first], new, old[:, :, last:]], 2)
+
+    def _slot(self, column: int) -> int:
+        """Return the number of slots of earlier columns, if they are sorted."""
+        return int((self.column[0, 0] < column).sum())
 
     def below(self, end: int) -> DenseStore:
-        """Return a store of the entries of columns before `end`, in order."""
+        """Return a store of the entries of columns before `end`, in order; it may be on the memory of these."""
+        if self.is_sorted:
+            size = self._slot(end)
+            index = self.column[..., :size].to(torch.int32)
+            return DenseStore.of(self.keys[:, :, :size], self.values[:, :, :size], index, None, (size,))
         real = (self.column >= 0) & (self.column < end)
         counts = real.sum(-1)
         size = int(counts.max()) if counts.numel() else 0
@@ -103,6 +132,11 @@ class LayerEntries:
         new = end - start
         dense = store.padded()
         column = torch.arange(start, end, device=self.column.device).expand(1, self.column.shape[1], -1)
+        if self.is_sorted:
+            own = self.stored[0, 0, start:end].nonzero()[:, 0]
+            keys, values = (part[:, :, -new:][:, :, own] for part in (dense.keys, dense.values))
+            self._put(self._slot(start), self._slot(end), keys, values, column[:, :, own])
+            return
         column = column.masked_fill(~self.stored[..., start:end], -1)
         old = self.column.masked_fill((self.column >= start) & (self.column < end), -1)
         self.keys = torch.cat([self.keys, dense.keys[:, :, -new:]], 2)

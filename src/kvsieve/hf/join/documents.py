@@ -55,9 +55,14 @@ class JoinTexts:
         """int64 [1, N], everything in order."""
         return torch.cat([self.before, *self.texts])[None]
 
-    def alone(self, number: int) -> Tensor:
-        """Return the tokens of a document's own prefill, int64 [1, N]."""
-        return torch.cat([self.before, self.texts[number]])[None]
+    def alone(self, seen: int) -> list[tuple[Tensor, list[int]]]:
+        """Return every document once: the tokens of its prefill alone, int64 [1, N], and its places before `seen`."""
+        found: dict[tuple[int, ...], tuple[Tensor, list[int]]] = {}
+        for text, place in zip(self.texts, self.places, strict=True):
+            if place < seen:
+                prompt = torch.cat([self.before, text])[None]
+                found.setdefault(tuple(text.tolist()), (prompt, []))[1].append(place)
+        return list(found.values())
 
 
 def checked_documents(model: AttachedModel, documents: Any, before: Any) -> JoinTexts:

@@ -15,7 +15,7 @@ from kvsieve.errors import UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.edits import EditRecord
 from kvsieve.hf.cache.records import TurnRecord
-from kvsieve.hf.edit.editor import why_not_edited
+from kvsieve.hf.edit.editor import of_evictor, why_not_rearranged
 from kvsieve.hf.edit.moved import MovedEntries
 from kvsieve.hf.edit.positions import why_not_moved
 from kvsieve.hf.forward.fed_ids import needs_ids
@@ -37,8 +37,8 @@ class Joined:
         cache: to continue with ``torch.cat([ids, question], 1)``. Under a plan that acts on the question it is in the
             middle of a prompt, without the last tokens of the documents, which the plan observes with the question.
         kind: text form of the join, "link:tokens=32".
-        found: tokens of the documents that came from the store.
-        prefilled: tokens of the documents that were prefilled alone.
+        found: tokens of the documents, each document once, that came from the store.
+        prefilled: likewise, those that were prefilled alone.
         reused: tokens in the cache with these entries.
         reread: tokens in the cache that were prefilled in their places, after all that precedes them; of a join that
             chooses tokens, those that all layers prefilled.
@@ -55,15 +55,16 @@ class Joined:
     seconds: float
 
 
-def why_not_joined(model: AttachedModel, kind: Join) -> str | None:
-    """Return a clause why documents cannot be joined by a kind under a model's plan, or None."""
+def why_not_joined(model: AttachedModel, kind: Join, before: int) -> str | None:
+    """Return a clause why documents after `before` tokens cannot be joined by a kind under a model's plan, or None."""
     plan = model.plan
     if plan.shortens_prompt:
         return f"{plan.name} keeps a shorter prompt in their place"
     if plan.propagate is not None:
         return f"{plan.name} drops tokens between layers, chosen in the whole prompt"
     cache = model.new_cache()
-    reason = why_not_edited(plan, cache)
+    evictor = None if plan.evict is None else plan.evict.why_not_joined(before)
+    reason = why_not_rearranged(plan, cache) or of_evictor(plan, evictor)
     if reason is None and isinstance(kind, ParallelJoin):
         return why_not_parallel(model)
     reason = reason or model.facts.why_missing(("rotary",), cache.sieve_layers) or why_not_moved(model)
@@ -120,7 +121,7 @@ class Joining:
         first = self.first
         if self._again([(max(start, first), end) for start, end in self.spans if end > first]) == self.seen - first:
             return self._in_order(first)
-        reason = why_not_joined(self.sieve, self.kind)
+        reason = why_not_joined(self.sieve, self.kind, self.texts.start)
         if reason is not None:
             raise UnsupportedOptionError(
                 f"documents cannot be joined: {reason}; join them with kind='full', or use another plan"
@@ -132,45 +133,49 @@ class Joining:
         cache = self.sieve.new_cache()
         known = 0
         if self.seen:
-            cache, known = self.reader.prefill(self.texts.ids[:, : self.seen], self._note(self.seen, self.seen))
+            cache, known = self.reader.prefill(self.texts.ids[:, : self.seen], self._note(self.seen))
         self.found = max(known - self.texts.start, 0)
         alone = max(first - max(known, self.texts.start), 0)
         return self._result(cache, alone, max(self.seen - max(known, first), 0))
 
     def _in_places(self) -> Joined:
         """Prefill every document alone, and move its entries."""
-        texts = self.texts
+        start = self.texts.start
         again = self._again(self.spans)
-        total = self.seen + again
-        parallel = isinstance(self.kind, ParallelJoin)
+        rotated = not isinstance(self.kind, ParallelJoin)
+        fresh = torch.zeros(self.seen, dtype=torch.bool)
+        documents = self.texts.alone(self.seen)
+        done = start
+        most = start + sum(ids.shape[1] - start for ids, _ in documents)
         parts = []
         acted: list[Span] = []
         evicted: set[int] = set()
-        self.reader.prefill_beginning(texts.before, texts.start + min(texts.sizes))
-        for number, place in enumerate(texts.places):
-            if place >= self.seen:
-                continue
-            # The tokens before the documents are those of the first one.
-            begin = texts.start if number else 0
-            move = place - texts.start
-            cache, known = self.reader.prefill(texts.alone(number), self._note(total, self.seen, move, begin))
-            self.found += max(known - texts.start, 0)
-            target = torch.arange(cache.num_seen) + move
-            target[:begin] = -1
-            target[target >= self.seen] = -1
-            fresh = torch.zeros(self.seen, dtype=torch.bool)
-            parts.append(MovedEntries.of(self.sieve, cache, target, fresh, rotated=not parallel))
-            acted += [(max(start, begin) + move, end + move) for start, end in cache.conversation.acted]
+        self.reader.prefill_beginning(self.texts.before, start + min(self.texts.sizes))
+        for ids, places in documents:
+            size = ids.shape[1] - start
+            cache, known = self.reader.prefill(
+                ids, self._note(most + again, done - start, 0 if done == start else start)
+            )
+            self.found += max(known - start, 0)
+            done += size
             evicted |= cache.turn.record.evicted
+            for place in places:
+                # The tokens before the documents are those of the first one.
+                begin = start if place > start else 0
+                move = place - start
+                target = torch.arange(start + size) + move
+                target[:begin] = -1
+                target[target >= self.seen] = -1
+                parts.append(MovedEntries.of(self.sieve, cache, target, fresh, rotated=rotated))
+                acted += [(max(first, begin) + move, last + move) for first, last in cache.conversation.acted]
         cache = self.sieve.new_cache()
         with closing():
-            self._fill(cache, MovedEntries.joined(parts), self._note(total, total, self.seen))
-        cache.conversation.acted = tuple(acted)
+            self._fill(cache, MovedEntries.joined(parts), self._note(most + again, most))
+        cache.conversation.acted = tuple(sorted(acted))
         cache.conversation.note_approximate([self.kind.spec])
-        cache.conversation.edits = EditRecord.joined(texts.start + texts.sizes[0], self.seen, self.spans)
+        cache.conversation.edits = EditRecord.joined(self.first, self.seen, self.spans)
         cache.turn.record.evicted = evicted
-        read = sum(size for size, place in zip(texts.sizes, texts.places, strict=True) if place < self.seen)
-        return self._result(cache, read - self.found, again)
+        return self._result(cache, most - start - self.found, again)
 
     def _fill(self, cache: SieveCache, entries: MovedEntries, done: Callable[[int], None] | None) -> None:
         """Give a new cache the entries of all columns, and the records of a prefill."""
@@ -204,12 +209,11 @@ class Joining:
         reused = self.seen - reread
         return Joined(self.texts.ids, cache, self.kind.spec, self.found, prefilled, reused, reread, seconds)
 
-    def _note(self, total: int, most: int, move: int = 0, begin: int = 0) -> Callable[[int], None] | None:
+    def _note(self, total: int, move: int = 0, begin: int = 0) -> Callable[[int], None] | None:
         """Return a callback for the number of tokens done of a part.
 
         Args:
             total: tokens of the join.
-            most: tokens of the join at the end of the part.
             move: added to the part's tokens.
             begin: first tokens of the part that are done before.
         """

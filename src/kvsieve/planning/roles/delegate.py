@@ -71,6 +71,9 @@ class DelegatingEvictor(Evictor):
     def why_not_edited(self) -> str | None:
         return self.base.why_not_edited
 
+    def why_not_joined(self, before: int) -> str | None:
+        return self.base.why_not_joined(before)
+
     @property
     def grows(self) -> bool:
         return self.base.grows

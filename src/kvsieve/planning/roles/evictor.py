@@ -50,6 +50,13 @@ class Evictor(Role):
             return "its entries have what was computed from several tokens"
         return "it has counted attention to tokens as they stood" if self.when.observes else None
 
+    def why_not_joined(self, before: int) -> str | None:
+        """Return a clause why documents that it has reduced alone cannot be joined, or None; see planning.joins.
+
+        before: tokens before the documents, of which only those that the first document's heads keep remain.
+        """
+        return self.why_not_edited
+
     def rhythm(self, prompt: int) -> tuple[int, int] | None:
         """Return n and L: after a prompt of `prompt` tokens it acts at lengths L + k n. None: at its end only."""
         return None if self.when.steps is None else (self.when.steps, prompt)
