@@ -133,7 +133,7 @@ class Joining:
         cache = self.sieve.new_cache()
         known = 0
         if self.seen:
-            cache, known = self.reader.prefill(self.texts.ids[:, : self.seen], self._note(self.seen))
+            cache, known = self.reader.prefill(self.texts.ids[:, : self.seen], self._note(self.seen, self.seen))
         self.found = max(known - self.texts.start, 0)
         alone = max(first - max(known, self.texts.start), 0)
         return self._result(cache, alone, max(self.seen - max(known, first), 0))
@@ -154,7 +154,7 @@ class Joining:
         for ids, places in documents:
             size = ids.shape[1] - start
             cache, known = self.reader.prefill(
-                ids, self._note(most + again, done - start, 0 if done == start else start)
+                ids, self._note(most + again, done + size, done - start, 0 if done == start else start)
             )
             self.found += max(known - start, 0)
             done += size
@@ -170,7 +170,7 @@ class Joining:
                 acted += [(max(first, begin) + move, last + move) for first, last in cache.conversation.acted]
         cache = self.sieve.new_cache()
         with closing():
-            self._fill(cache, MovedEntries.joined(parts), self._note(most + again, most))
+            self._fill(cache, MovedEntries.joined(parts), self._note(most + again, most + again, most))
         cache.conversation.acted = tuple(sorted(acted))
         cache.conversation.note_approximate([self.kind.spec])
         cache.conversation.edits = EditRecord.joined(self.first, self.seen, self.spans)
@@ -209,11 +209,12 @@ class Joining:
         reused = self.seen - reread
         return Joined(self.texts.ids, cache, self.kind.spec, self.found, prefilled, reused, reread, seconds)
 
-    def _note(self, total: int, move: int = 0, begin: int = 0) -> Callable[[int], None] | None:
+    def _note(self, total: int, most: int, move: int = 0, begin: int = 0) -> Callable[[int], None] | None:
         """Return a callback for the number of tokens done of a part.
 
         Args:
             total: tokens of the join.
+            most: tokens of the join at the end of the part.
             move: added to the part's tokens.
             begin: first tokens of the part that are done before.
         """
