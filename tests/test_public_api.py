@@ -53,7 +53,7 @@ SIEVE = """
     use_tokenizer(self, tokenizer)
 """
 CHAT = """
-    ask(self, message, on_text=None, **options)
+    ask(self, message, on_text=None, *, role='user', **options)
     cache
     context
     fork(self)
@@ -67,9 +67,9 @@ CHAT = """
     rollback(self, snapshot)
     save(self, path, *, force=False)
     snapshot(self)
-    stream(self, message, **options)
+    stream(self, message, *, role='user', **options)
     stream_retry(self, **options)
-    strip(self, *, window=64)
+    strip(self, *, reasoning=True, tools_before=None, window=64)
     system
     turns
 """
@@ -80,7 +80,7 @@ FIELDS = {
     "Stats": """
         method applied prompt_tokens deep_tokens kv_entries kv_asked kv_bytes ttft_s tpot_s new_tokens peak_bytes notes
         report traffic storage decoding compressed_layers kv_share growing_layers codec prompt_density
-        prompt_recall executors drafts
+        prompt_recall executors drafts edited
     """,
 }
 

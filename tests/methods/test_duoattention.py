@@ -143,3 +143,7 @@ def test_weights_of_a_head_add_up_to_the_tokens_of_each_row():
         weight = layer.store.log_weight.exp()
         weight = weight if layer.store.valid is None else weight * layer.store.valid
         assert torch.allclose(weight.sum(-1), torch.tensor([[45.0], [32.0]]).expand(2, 2))
+
+
+def test_a_conversation_with_divided_heads_is_not_edited():
+    assert "divided" in DuoAttention(heads=SCORES).why_not_edited

@@ -52,6 +52,10 @@ class DuoAttention(ScoredEvictor, heads="all", ragged=True, query_aware=False):
     def traits(self) -> Traits:
         return replace(self.TRAITS, writes=self.compensate)
 
+    @property
+    def why_not_edited(self) -> str | None:
+        return super().why_not_edited or "its heads were divided for the conversation as it stood"
+
     def __post_init__(self) -> None:
         check_int(self, "sinks", self.sinks, 0)
         check_int(self, "recent", self.recent, 1)

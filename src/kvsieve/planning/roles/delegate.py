@@ -69,10 +69,10 @@ class DelegatingEvictor(Evictor):
 
     @property
     def why_not_edited(self) -> str | None:
-        return self.base.why_not_edited
+        return super().why_not_edited or self.base.why_not_edited
 
     def why_not_joined(self, before: int) -> str | None:
-        return self.base.why_not_joined(before)
+        return super().why_not_edited or self.base.why_not_joined(before)
 
     @property
     def grows(self) -> bool:
