@@ -25,7 +25,7 @@ class EditingModel(AttachedModel):
     def edit(self, cache: SieveCache, input_ids: Tensor, *, window: Window = WINDOW) -> Editor:
         """Return an editor that cuts, replaces, inserts and moves tokens of a cache's conversation.
 
-        Entries of tokens that stay are reused, at new positions; see docs/chats.md.
+        Entries of tokens that stay are reused, at new positions; see docs/editing.md.
 
         Args:
             cache: of this plan on this model, between turns; one conversation without padding.
