@@ -146,4 +146,4 @@ def test_weights_of_a_head_add_up_to_the_tokens_of_each_row():
 
 
 def test_a_conversation_with_divided_heads_is_not_edited():
-    assert "divided" in DuoAttention(heads=SCORES).why_not_edited
+    assert "divided" in DuoAttention(budget=kvsieve.Budget(10), heads=SCORES).why_not_edited
