@@ -244,3 +244,15 @@ def test_shares_fall_to_their_mean():
     assert counts[0] == 300 and counts[-1] == 100 and sum(counts) == 2000
     assert counts == sorted(counts, reverse=True)
     assert [Blend(share=0.2).tokens(layer, 12, 1000) for layer in range(1, 11)] == [200] * 10
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("share", ["20%", "60%"])
+def test_the_record_counts_tokens_that_were_chosen(ids, share, chunk):
+    model = build("llama").float().eval()
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        joined = blended(sieve, ids, join_of(f"blend:share={share}"), chunk)
+        record = joined.cache.conversation.edits
+        assert record.reread == joined.reread > 0
+        assert record.reused == joined.reused
+        assert record.share(TOTAL) == pytest.approx((TOTAL - START - record.reread) / TOTAL)

@@ -45,7 +45,7 @@ class EditRecord:
             marked[start:end] = False
             prefilled += end - start
         earlier = self.reread if self.seen == before else 0
-        return EditRecord(_spans(marked), size - prefilled, earlier + prefilled, size)
+        return EditRecord(spans_of(marked), size - prefilled, earlier + prefilled, size)
 
     @classmethod
     def joined(cls, first: int, seen: int, again: Iterable[tuple[int, int]]) -> EditRecord:
@@ -72,7 +72,7 @@ class EditRecord:
         return sum(end - start for start, end in self.up_to(tokens).spans) / max(tokens, 1)
 
 
-def _spans(marked: Tensor) -> tuple[tuple[int, int], ...]:
+def spans_of(marked: Tensor) -> tuple[tuple[int, int], ...]:
     """Return the half-open spans of marked columns."""
     edges = torch.nn.functional.pad(marked.int(), (1, 1)).diff()
     starts, ends = ((edges == sign).nonzero()[:, 0].tolist() for sign in (1, -1))

@@ -15,12 +15,13 @@ from torch import Tensor
 from kvsieve.cache import DenseStore
 from kvsieve.core.selection import select_top
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.edits import spans_of
 from kvsieve.hf.cache.records import Turn
 from kvsieve.hf.edit.entries import LayerEntries
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.hooks import propagation_hooks
 from kvsieve.hf.runtime import AttachedModel
-from kvsieve.planning.joins import SelectiveJoin
+from kvsieve.planning.joins import SelectiveJoin, Span
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.roles import Propagator
 from kvsieve.types import LayerContext, Selection
@@ -43,10 +44,11 @@ def prefill_chosen(
     entries: Mapping[int, LayerEntries],
     join: SelectiveJoin,
     chunk: int | None = None,
-) -> None:
+) -> list[Span]:
     """Prefill columns again: all in the first layers, those that the join chooses in the others.
 
-    Every layer then stores an entry of each column; nothing else of the conversation's record changes.
+    Every layer then stores an entry of each column; nothing else of the conversation's record changes. Returns the
+    columns that reached the last layer.
 
     Args:
         model: the attached model, under a plan without a propagator.
@@ -74,11 +76,17 @@ def prefill_chosen(
     finally:
         for handle in handles:
             handle.remove()
+    passed = conversation.propagated[len(before.propagated) :]
     conversation.turn = turn
     conversation.protected = before.protected
     conversation.propagated = before.propagated
     conversation.acted = before.acted
     conversation.prompt_lengths = before.prompt_lengths
+    if not passed:
+        return [(start, end)]
+    marked = torch.zeros(end, dtype=torch.bool)
+    marked[passed[-1].columns[0].long().cpu()] = True
+    return list(spans_of(marked))
 
 
 @dataclass(frozen=True, eq=False)

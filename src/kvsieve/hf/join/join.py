@@ -81,7 +81,7 @@ class Joining:
         sieve: the attached model.
         kind: of the join.
         texts: the documents.
-        spans: columns to prefill again.
+        spans: columns to prefill again; of a join that chooses them, once it has.
         reader: of each document alone.
         progress: called with (tokens done, total tokens).
         seen: columns of the joined cache: under a plan that acts on the question all but those that it observes.
@@ -189,7 +189,11 @@ class Joining:
         feed = None
         if isinstance(kind, SelectiveJoin):
             spans = [(self.first, self.seen)]
-            feed = functools.partial(prefill_chosen, self.sieve, cache, ids, entries.layers, kind, chunk)
+            chosen = functools.partial(prefill_chosen, self.sieve, cache, ids, entries.layers, kind, chunk)
+
+            def feed() -> None:
+                self.spans = chosen()
+
         if isinstance(kind, ParallelJoin):
             entries.divide_keys(self.texts.start, self.seen, kind.temperature)
             record_parallel(cache, self.texts, kind)
