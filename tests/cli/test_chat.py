@@ -537,7 +537,7 @@ def test_a_person_at_a_terminal(terminal, model_dir):
     shown.expect(r"stopped; the turn is forgotten")
     shown.expect("> ")
     shown.type("/undo\r")
-    shown.expect(r"error: /undo forgets the last turn of this session, once; there is none")
+    shown.expect(r"error: /undo forgets the last turn or edit of this session, once; there is none")
     shown.expect("> ")
     shown.type("w1 " * 1100 + "\r")
     shown.expect(r"error: .*more than the model's context of 1024")

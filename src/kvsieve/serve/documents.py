@@ -99,7 +99,7 @@ def check_joined(sieve: Sieve, documents: PromptDocuments | None) -> None:
     """Raise InputError for documents that cannot be joined under a plan."""
     if documents is None or documents.join == "full":
         return
-    reason = why_not_joined(sieve, join_of(documents.join))
+    reason = why_not_joined(sieve, join_of(documents.join), len(documents.before))
     if reason is not None:
         raise InputError(f"kv.documents: they cannot be joined: {reason}; take kv.join 'full', or another method")
 
