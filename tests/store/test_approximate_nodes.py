@@ -105,7 +105,10 @@ def test_no_other_prompt_gets_them(model, tmp_path, plan, way):
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_prompt_that_names_their_rules_gets_them(model, tmp_path, plan):
     with kvsieve.attach(model, kvsieve.plan(plan, **PLANS[plan])) as sieve:
-        cache, ids = edited(sieve, prompt())
+        # After an answer: entries that a question has chosen serve the next turn only.
+        result = sieve.generate(prompt(), **GREEDY)
+        cache = result.cache
+        ids = sieve.edit(cache, result.sequences[:, : cache.num_seen], window=4).cut((20, 30)).ids
         with PrefixStore(tmp_path) as store:
             node = store.add(sieve, ids[0], cache, 1.0)
             assert node.approximate == RULES and node.to_dict()["approximate"] == RULES
