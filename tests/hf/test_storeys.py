@@ -25,7 +25,7 @@ STOREYS = (
     ("drafts", "edit"),
     ("generate",),
     ("reuse",),
-    ("chat",),
+    ("join", "chat"),
     ("sieve",),
     ("attach",),
 )

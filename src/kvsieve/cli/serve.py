@@ -121,17 +121,12 @@ def serve_command(
     check_least(1, running=running, queue=queue, chunk=chunk, max_tokens=max_tokens)
     check_memory(memory)
     _check_numbers(port, seconds, gap, drain)
-    if edits not in ("on", "off"):
-        raise InputError(f"--edits is on or off, got {edits}")
-    if edits == "on" and store is None and store_memory.strip() in ("0", "none"):
-        raise InputError("--edits on edits cached sessions, and --store-memory 0 caches none; leave one of them out")
+    _check_cache(edits, store, store_memory, store_disk)
     chosen = chosen_spec(method, budget, settings or [])
     codecs = parse_codecs(codec)
     if len(codecs) > 1:
         raise InputError(f"a server has one codec, got --codec {codec}; name one of them")
     others = tuple(run.label for run in make_runs(method_specs(allow)))
-    for size in {store_memory.strip(), store_disk} - {"none"}:
-        parse_bytes(size)
     check_store(store)
     keys = read_keys(api_keys)
     check_reach(keys, host, open_, allow_origin or ())
@@ -187,6 +182,16 @@ def _check_packages() -> None:
     missing = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
     if missing:
         raise InputError(f"`kvsieve serve` needs {', '.join(missing)}: run `pip install 'kvsieve[serve]'`")
+
+
+def _check_cache(edits: str, store: str | None, memory: str, disk: str) -> None:
+    """Raise InputError for sizes that are none, and for --edits without cached sessions."""
+    for size in {memory.strip(), disk} - {"none"}:
+        parse_bytes(size)
+    if edits not in ("on", "off"):
+        raise InputError(f"--edits is on or off, got {edits}")
+    if edits == "on" and store is None and memory.strip() in ("0", "none"):
+        raise InputError("--edits on edits cached sessions, and --store-memory 0 caches none; leave one of them out")
 
 
 def _check_numbers(port: int, seconds: float, gap: float, drain: float) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Generator
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvsieve.errors import CacheStateError, InputError
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.copies import Forked
 from kvsieve.hf.chat.edits import stripped, with_message, without_turn
-from kvsieve.hf.chat.exclusive import ExclusiveState
 from kvsieve.hf.chat.options import check_chat_options
 from kvsieve.hf.chat.state import ChatSnapshot, ChatState, Reply, Transcript, from_saved, saved_form
 from kvsieve.hf.chat.turn import BREAK, TurnMaker, message_of
@@ -28,14 +29,18 @@ from kvsieve.hf.reuse import PromptStore
 from kvsieve.planning.turns import Message
 from kvsieve.report.display import mebibytes
 
+_T = TypeVar("_T")
 
-class Chat(ExclusiveState):
+
+class Chat(Forked):
     """One conversation under a plan. Made by ``Sieve.chat()``.
 
     A failed turn (an interrupt, an exception in on_text, a message too long for the context, a refused option) leaves
     messages, ids and cache unchanged.
     """
 
+    # Identifies a turn in progress; an attribute of the instance only then.
+    _turn: object | None = None
     _instead = "save it with chat.save(path), which sieve.chat(tokenizer, load=path) reads"
 
     def __init__(
@@ -63,7 +68,10 @@ class Chat(ExclusiveState):
         self._store = store
         start = () if system is None else ({"role": "system", "content": system},)
         ids = torch.zeros(1, 0, dtype=torch.int64, device=sieve.model.device)
-        super().__init__(sieve.new_cache(), Transcript(ids, start))
+        self._cache = sieve.new_cache()
+        self._state = ChatState(Transcript(ids, start), self._cache.snapshot())
+        # The cache agrees with `_state` where it is `_at` it, and else is put right.
+        self._at: ChatState | None = self._state
         if load is not None:
             self._load(load, system)
 
@@ -72,6 +80,13 @@ class Chat(ExclusiveState):
         tokens = self.ids.shape[1]
         size = mebibytes(self.cache.nbytes())
         return f"<Chat under {self.sieve.plan.name}: {turns} turns, {tokens} tokens, KV {size}>"
+
+    @property
+    def cache(self) -> SieveCache:
+        """The conversation's cache."""
+        if self._at is not self._state and self._turn is None:
+            self._alone(lambda: None)
+        return self._cache
 
     @property
     def messages(self) -> list[Message]:
@@ -324,3 +339,36 @@ class Chat(ExclusiveState):
         context = self._start(again=True).transcript.context
         last = self._transcript.messages[-2]
         return last if context is None else {**last, "content": last["content"].removeprefix(f"{context}{BREAK}")}
+
+    @property
+    def _transcript(self) -> Transcript:
+        # Not the state: its cache would live as long as a traceback.
+        return self._state.transcript
+
+    def _alone(self, work: Callable[[], _T]) -> _T:
+        """Do `work` with exclusive use of the chat, and a cache that agrees with `_state`.
+
+        An interrupt at any point leaves the chat unlocked, and a cache that the next call restores.
+        """
+        lock = object()
+        # Twice, because an interrupt may come within the final steps.
+        try:
+            try:
+                if vars(self).setdefault("_turn", lock) is not lock:
+                    raise CacheStateError("a turn of this chat is in progress: let it end, or close its stream")
+                self._settle()
+                return work()
+            finally:
+                if self._turn is lock:
+                    self._settle()
+                    del self._turn
+        finally:
+            if self._turn is lock:
+                del self._turn
+
+    def _settle(self) -> None:
+        """Restore the cache after a failed turn."""
+        state = self._state
+        if self._at is not state:
+            self._cache.rollback(state.cache)
+            self._at = state
