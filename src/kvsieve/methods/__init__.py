@@ -48,6 +48,7 @@ from kvsieve.methods import (
     kvcrush,
     kvmerger,
     kvzip,
+    lacache,
     lagkv,
     loki,
     lookahead,
@@ -131,6 +132,7 @@ from kvsieve.methods.kvcompose import KVCompose
 from kvsieve.methods.kvcrush import KVCrush
 from kvsieve.methods.kvmerger import KVMerger
 from kvsieve.methods.kvzip import KVzip
+from kvsieve.methods.lacache import LaCache
 from kvsieve.methods.lagkv import LagKV
 from kvsieve.methods.loki import Loki
 from kvsieve.methods.lookahead import Lookahead
@@ -216,6 +218,7 @@ __all__ = [
     "KVzip",
     "Kascade",
     "KeyDiff",
+    "LaCache",
     "LagKV",
     "Loki",
     "Lookahead",
@@ -299,6 +302,7 @@ __all__ = [
     "kvcrush",
     "kvmerger",
     "kvzip",
+    "lacache",
     "lagkv",
     "loki",
     "lookahead",
