@@ -125,16 +125,22 @@ class LayerEntries:
         )
 
     def replace(self, start: int, end: int, store: LayerMemory) -> None:
-        """Take the entries of columns from `start` to `end`, the last ones of a store, in place of earlier ones.
+        """Take the entries of columns from `start` to `end` of a store in place of earlier ones.
 
         Tokens without an entry in a head get none.
+
+        Args:
+            start: first column.
+            end: column after the last one.
+            store: has an entry of each in every head; of unsorted entries the last ones.
         """
         new = end - start
         dense = store.padded()
         column = torch.arange(start, end, device=self.column.device).expand(1, self.column.shape[1], -1)
         if self.is_sorted:
             own = self.stored[0, 0, start:end].nonzero()[:, 0]
-            keys, values = (part[:, :, -new:][:, :, own] for part in (dense.keys, dense.values))
+            slots = own + int((dense.index[0, 0] < start).sum())
+            keys, values = (part[:, :, slots] for part in (dense.keys, dense.values))
             self._put(self._slot(start), self._slot(end), keys, values, column[:, :, own])
             return
         column = column.masked_fill(~self.stored[..., start:end], -1)

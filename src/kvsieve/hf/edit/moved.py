@@ -13,9 +13,13 @@ from kvsieve.cache import DenseStore, keep
 from kvsieve.core.selection import pack_ragged
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.edit.entries import LayerEntries
+from kvsieve.hf.edit.scattered import feed_spans
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.plans import Plan
+
+# Tokens of a span that is prefilled in one pass with others.
+_SHORT = 256
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class MovedEntries:
     ) -> None:
         """Let a cache have seen `ids` with these entries, and those of a prefill of `spans` of columns.
 
-        Each span sees the columns before it. The plan does not act.
+        Each span sees the columns before it; short ones pass together. The plan does not act.
 
         Args:
             model: of the cache.
@@ -90,21 +94,32 @@ class MovedEntries:
         """
         layers = cache.sieve_layers
         request = PassRequest(Plan(name=model.plan.name), "prefill", last_chunk=False)
+        one_order = all(part.is_sorted for part in self.layers.values()) and not cache.producers
         prefilled = 0
-        for start, end in spans:
+
+        def note(tokens: int) -> None:
+            if done is not None:
+                done(prefilled + tokens)
+
+        for group in _groups(spans, chunk if one_order and feed is None else 0):
+            start, end = group[0][0], group[-1][1]
+            size = sum(last - first for first, last in group)
             self._set(cache, start)
-            step = end - start if feed is not None else chunk or end - start
-            for first in range(start, end, step):
-                last = min(first + step, end)
-                if feed is None:
+            if len(group) > 1:
+                feed_spans(model, cache, ids, group, {index: part.below(end) for index, part in self.layers.items()})
+                note(size)
+            elif feed is not None:
+                feed()
+                note(size)
+            else:
+                for first in range(start, end, chunk or size):
+                    last = min(first + (chunk or size), end)
                     model.feed(cache, ids[None, first:last], None, request)
-                else:
-                    feed()
-                prefilled += last - first
-                if done is not None:
-                    done(prefilled)
+                    note(last - start)
+            prefilled += size
             for index, part in self.layers.items():
-                part.replace(start, end, layers[index].store)
+                for first, last in group:
+                    part.replace(first, last, layers[index].store)
         self._set(cache, len(ids))
         for index in self.ragged:
             store = layers[index].store
@@ -128,3 +143,18 @@ class MovedEntries:
 def _unrotated(keys: Tensor, distance: Tensor) -> Tensor:
     """Return keys as they are."""
     return keys
+
+
+def _groups(spans: Sequence[tuple[int, int]], most: int | None) -> list[list[tuple[int, int]]]:
+    """Return spans by pass: short ones together, up to `most` tokens, None for any number."""
+    groups: list[list[tuple[int, int]]] = []
+    size = 0
+    for start, end in spans:
+        short = end - start <= _SHORT
+        if groups and short and size and (most is None or size + end - start <= most):
+            groups[-1].append((start, end))
+        else:
+            groups.append([(start, end)])
+            size = 0
+        size = size + end - start if short else 0
+    return groups

@@ -12,18 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvsieve.cache import DenseStore
 from kvsieve.core.selection import select_top
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.edits import spans_of
-from kvsieve.hf.cache.records import Turn
 from kvsieve.hf.edit.entries import LayerEntries
-from kvsieve.hf.forward.request import PassRequest
-from kvsieve.hf.hooks import propagation_hooks
+from kvsieve.hf.edit.scattered import Scattered, feed_scattered
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.joins import SelectiveJoin, Span
-from kvsieve.planning.plans import Plan
-from kvsieve.planning.roles import Propagator
 from kvsieve.types import LayerContext, Selection
 
 
@@ -58,30 +53,10 @@ def prefill_chosen(
         join: chooses.
         chunk: tokens per forward pass, None for all at once.
     """
-    conversation = cache.conversation
-    turn = conversation.turn
-    before = conversation.copy()
     start = cache.num_seen
     end = ids.shape[1]
-    conversation.turn = Turn(number=turn.number, start=start, prompt_end=end, length=end)
-    conversation.protected = None
-    chosen = _Chosen({index: part.below(end) for index, part in entries.items()}, join)
-    plan = Plan(propagate=chosen, name=model.plan.name)
-    handles = [] if model.any_plan else propagation_hooks(model, join.source(model.num_layers))
-    try:
-        for first in range(start, end, chunk or end):
-            last = min(first + (chunk or end), end)
-            request = PassRequest(plan, "prefill", last == end, before_attention=chosen.place)
-            model.feed(cache, ids[:, first:last], None, request)
-    finally:
-        for handle in handles:
-            handle.remove()
-    passed = conversation.propagated[len(before.propagated) :]
-    conversation.turn = turn
-    conversation.protected = before.protected
-    conversation.propagated = before.propagated
-    conversation.acted = before.acted
-    conversation.prompt_lengths = before.prompt_lengths
+    stored = {index: part.below(end) for index, part in entries.items()}
+    passed = feed_scattered(model, cache, ids, _Chosen(stored, join), chunk)
     if not passed:
         return [(start, end)]
     marked = torch.zeros(end, dtype=torch.bool)
@@ -90,32 +65,13 @@ def prefill_chosen(
 
 
 @dataclass(frozen=True, eq=False)
-class _Chosen(Propagator, heads="all", query_aware=False):
-    """Lets the tokens pass that a join chooses by the change of their entries.
+class _Chosen(Scattered, heads="all", query_aware=False):
+    """Lets the tokens pass that a join chooses by the change of their entries."""
 
-    stored: by layer, entries of all columns before the pass.
-    """
-
-    stored: Mapping[int, DenseStore]
     join: SelectiveJoin
 
     def source(self, num_layers: int) -> int:
         return self.join.source(num_layers)
-
-    def place(self, ctx: LayerContext) -> DenseStore | None:
-        """Return the stored entries with the pass's own in place of those of their columns; None: all are the pass's.
-
-        Called before a layer's attention.
-        """
-        if ctx.layer_idx <= self.source(ctx.num_layers):
-            return None
-        new = ctx.query.shape[2]
-        columns = ctx.index[0, 0, -new:].long()
-        ctx.shared["columns"] = columns
-        stored = self.stored[ctx.layer_idx]
-        keys = stored.keys.index_copy(2, columns, ctx.keys[:, :, -new:])
-        values = stored.values.index_copy(2, columns, ctx.values[:, :, -new:])
-        return DenseStore.of(keys, values, stored.index, None, stored.lengths)
 
     def select(self, ctx: LayerContext) -> Selection | None:
         """See Propagator.select; a token's score is the distance of its new entries from those stored before."""
