@@ -124,6 +124,16 @@ def test_evictors_that_observe_see_all_queries(model, prompts):
     assert stats.applied and stats.prompt_density < 1
 
 
+@pytest.mark.parametrize("chunk", [None, 50])
+def test_both_passes_of_a_prompt_are_counted(model, prompts, chunk):
+    """The second pass, over 40 tokens, is dense."""
+    shape = "a-shape:block=8:queries=16:local=8:sinks=8:least=64"
+    plan = full(shape, "gemfilter", budget=40, layer=2, floor=0)
+    _, stats, _ = answered(model, plan, prompts[0][:1], chunk=chunk)
+    assert stats.prompt_density < 0.9
+    assert not any("read in full" in note for note in stats.notes)
+
+
 def test_needles_are_found_where_their_block_is_kept(model, prompts):
     """A key that all queries of the end look for is read, though four fifths of the blocks are skipped."""
     ids = prompts[0][:1]

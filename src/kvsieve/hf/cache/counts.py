@@ -96,6 +96,13 @@ class PromptBlocks:
     sampled: int = 0
     executors: dict[int, str] = field(default_factory=dict)
 
+    def add(self, other: PromptBlocks) -> None:
+        """Add the counts of another pass over the prompt."""
+        self.computed += other.computed
+        self.causal += other.causal
+        self.recall += other.recall
+        self.sampled += other.sampled
+
     def add_computed(self, pairs: Tensor) -> None:
         self.computed += int(pairs)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.counts import PromptBlocks
 from kvsieve.hf.cache.short_prompt import ShortPrompt
 from kvsieve.hf.prompt.chunked_compression import Compressed, compress
 from kvsieve.hf.prompt.chunks import read_chunks
@@ -68,6 +69,7 @@ def read_short_prompt(
     wanted = lengths
     before = 0
     compressed: Compressed | None = None
+    blocks: PromptBlocks | None = None
     if isinstance(model.plan.evict, ChunkedEvictor) and reduce:
         shown = dataclasses.replace(options, progress=shifted(options.progress, 0, token_index.shape[1] + question))
         compressed = _compressed(model, cache, input_ids, token_index, real, shown, protected)
@@ -80,7 +82,7 @@ def read_short_prompt(
         shown = dataclasses.replace(options, progress=shifted(options.progress, 0, before + max(wanted)))
         marked = token_index.masked_fill(~real, -1).to(model.model.device)
         seen = None if protected is None else protected.reindexed(marked)
-        selection, report = choose(model, input_ids.gather(1, token_index), real.long(), shown, seen)
+        selection, report, blocks = choose(model, input_ids.gather(1, token_index), real.long(), shown, seen)
         if selection is not None:
             token_index = token_index.gather(1, selection.indices.to(token_index.device))
             chosen = selection.real()
@@ -96,6 +98,8 @@ def read_short_prompt(
     shown = dataclasses.replace(options, progress=shifted(options.progress, before, before + end))
     read_chunks(model, ids, real.long(), cache, shown, prompt_end=end)
     record = cache.turn.record
+    if blocks is not None:
+        record.blocks.add(blocks)
     kept = tuple(real.sum(-1).tolist())
     if compressed is not None:
         record.asked = compressed.asked
