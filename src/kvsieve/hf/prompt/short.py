@@ -22,6 +22,7 @@ from kvsieve.hf.prompt.two_pass import choose
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.protection import ProtectedTokens
+from kvsieve.types import Selection
 from kvsieve.planning.roles import ChunkedEvictor
 
 _IDLE = "every token was read again: the prompt is not longer than what may be kept"
@@ -69,7 +70,7 @@ def read_short_prompt(
     wanted = lengths
     before = 0
     compressed: Compressed | None = None
-    blocks: PromptBlocks | None = None
+    blocks = PromptBlocks()
     if isinstance(model.plan.evict, ChunkedEvictor) and reduce:
         shown = dataclasses.replace(options, progress=shifted(options.progress, 0, token_index.shape[1] + question))
         compressed = _compressed(model, cache, input_ids, token_index, real, shown, protected)
@@ -84,9 +85,7 @@ def read_short_prompt(
         seen = None if protected is None else protected.reindexed(marked)
         selection, report, blocks = choose(model, input_ids.gather(1, token_index), real.long(), shown, seen)
         if selection is not None:
-            token_index = token_index.gather(1, selection.indices.to(token_index.device))
-            chosen = selection.real()
-            real = torch.ones_like(token_index, dtype=torch.bool) if chosen is None else chosen.to(token_index.device)
+            token_index, real = _chosen(token_index, selection)
     valid = None if mask is None else mask.bool().to(model.model.device)
     marked = token_index.masked_fill(~real, -1).to(model.model.device)
     layers = {} if compressed is None else compressed.layers
@@ -98,8 +97,7 @@ def read_short_prompt(
     shown = dataclasses.replace(options, progress=shifted(options.progress, before, before + end))
     read_chunks(model, ids, real.long(), cache, shown, prompt_end=end)
     record = cache.turn.record
-    if blocks is not None:
-        record.blocks.add(blocks)
+    record.blocks.add(blocks)
     kept = tuple(real.sum(-1).tolist())
     if compressed is not None:
         record.asked = compressed.asked
@@ -110,6 +108,14 @@ def read_short_prompt(
     record.propagated = max(kept) if kept != lengths else None
     if plan.evict is None and propagator is not None and reduce:
         record.asked = max(wanted)
+
+
+def _chosen(token_index: Tensor, selection: Selection) -> tuple[Tensor, Tensor]:
+    """Return the chosen of the tokens [B, N], and which are real."""
+    device = token_index.device
+    found = token_index.gather(1, selection.indices.to(device))
+    real = selection.real()
+    return found, torch.ones_like(found, dtype=torch.bool) if real is None else real.to(device)
 
 
 def _plan_after(plan: Plan) -> Plan:
