@@ -81,6 +81,7 @@ from kvsieve.methods import (
     streaming_llm,
     threshold,
     tova,
+    triattention,
     vase,
     windowkv,
     xattention,
@@ -164,6 +165,7 @@ from kvsieve.methods.staged import StagedTSP
 from kvsieve.methods.streaming_llm import StreamingLLM
 from kvsieve.methods.threshold import Threshold
 from kvsieve.methods.tova import TOVA
+from kvsieve.methods.triattention import TriAttention
 from kvsieve.methods.vase import VaSE
 from kvsieve.methods.windowkv import WindowKV
 from kvsieve.methods.xattention import XAttention
@@ -250,6 +252,7 @@ __all__ = [
     "StagedTSP",
     "StreamingLLM",
     "Threshold",
+    "TriAttention",
     "VaSE",
     "WindowKV",
     "XAttention",
@@ -335,6 +338,7 @@ __all__ = [
     "streaming_llm",
     "threshold",
     "tova",
+    "triattention",
     "vase",
     "windowkv",
     "xattention",

@@ -98,19 +98,24 @@ class FutureQueries(ScoredEvictor, needs=("rotary",)):
         state["mean"] = state["mean"] + moved * share
         state["queries"] = total
 
+    def future(self, device: torch.device) -> Tensor:
+        """Return the distances of the future positions from the next one, int64 [F]."""
+        return torch.arange(self.n_future, device=device)
+
     def average_turn(self, ctx: LayerContext, dtype: torch.dtype) -> Tensor:
         """Return the mean rotation over each row's next positions, [B, D, D], to multiply row vectors with."""
         size = ctx.keys.shape[3]
         device = ctx.keys.device
         basis = torch.eye(size, dtype=dtype, device=device)[None, :, None]
+        future = self.future(device)
         average: dict[int, Tensor] = {}
         for length in dict.fromkeys(ctx.step.lengths):
             total = basis.new_zeros(size, size)
-            for start in range(0, self.n_future, _FUTURE):
-                place = torch.arange(start, min(start + _FUTURE, self.n_future), device=device)[None] + length
+            for part in future.split(_FUTURE):
+                place = part[None] + length
                 vectors = basis.expand(-1, -1, place.shape[1], -1)
                 total += model_facts(ctx).rotate(ctx.layer_idx, vectors, place)[0].sum(1)
-            average[length] = total / self.n_future
+            average[length] = total / len(future)
         return torch.stack([average[length] for length in ctx.step.lengths])
 
 

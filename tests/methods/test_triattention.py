@@ -1,0 +1,104 @@
+"""TriAttention: scores by the definition, written a second time, and its plan on a tiny model."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import kvsieve
+from kvsieve.errors import PlanError
+from kvsieve.methods import TriAttention
+from layers import context, kept
+from tiny import build, tiny_prompt
+
+F64 = torch.float64
+RATES = 100.0 ** -(torch.arange(4, dtype=F64) / 4)
+
+
+class Rotating:
+    """Facts of a made-up model whose pairs are neighbours, or halves."""
+
+    def __init__(self, halves):
+        self.halves = halves
+
+    def complex(self, x):
+        pairs = (x[..., :4], x[..., 4:]) if self.halves else (x[..., ::2], x[..., 1::2])
+        return torch.complex(*(part.contiguous() for part in pairs))
+
+    def rotate(self, layer_idx, x, positions, *, inverse=False):
+        angle = positions[:, None, :, None] * RATES.to(x.dtype) * (-1 if inverse else 1)
+        turned = self.complex(x) * torch.polar(torch.ones_like(angle), angle)
+        parts = (turned.real, turned.imag)
+        return torch.cat(parts, -1) if self.halves else torch.stack(parts, -1).flatten(-2)
+
+
+def slow(group, keys, places, now, farthest):
+    """[N] ranks of unrotated complex keys [N, F] at `places`, for unrotated queries [G, L, F]."""
+    ranks = []
+    for queries in group:
+        centre, length = queries.mean(0), queries.abs().mean(0)
+        scores = []
+        for key, place in zip(keys, places, strict=True):
+            offsets = [2**power for power in range(20) if 2**power <= farthest]
+            phase = (centre * key.conj()).angle()
+            series = [(centre.abs() * key.abs() * (RATES * (now - place + d) + phase).cos()).sum() for d in offsets]
+            scores.append(sum(series) / len(series) + ((length - centre.abs()) * key.abs()).sum())
+        found = torch.stack(scores)
+        ranks.append((found - found.mean()) / found.std(unbiased=False))
+    return torch.stack(ranks).amax(0)
+
+
+def given(groups, halves, length=30):
+    make = torch.Generator().manual_seed(groups)
+    facts, padding = Rotating(halves), [0, 7]
+    base = torch.randn(2, 2 * groups, length, 8, generator=make, dtype=F64)
+    query = base + torch.randn(1, 2 * groups, 1, 8, generator=make, dtype=F64)
+    keys = torch.randn(2, 2, length, 8, generator=make, dtype=F64)
+    place = (torch.arange(length)[None] - torch.tensor(padding)[:, None]).clamp_min(0)
+    ctx = context(facts.rotate(0, query, place), facts.rotate(0, keys, place), padding=padding)
+    return dataclasses.replace(ctx, model=facts), facts.complex(query), facts.complex(keys), padding
+
+
+@pytest.mark.parametrize("halves", [True, False])
+@pytest.mark.parametrize(("groups", "farthest"), [(1, 1), (3, 100), (2, 1 << 16)])
+def test_it_equals_the_slow_reference_in_padded_batches(groups, farthest, halves):
+    ctx, query, keys, padding = given(groups, halves)
+    evictor = TriAttention(budget=9, n_future=farthest)
+    evictor.observe(ctx)
+    scores = evictor.scores(ctx)
+    for row, pad in enumerate(padding):
+        for head, ours in enumerate(kept(evictor, ctx, row)):
+            group = query[row, head * groups : (head + 1) * groups, pad:]
+            wanted = slow(group, keys[row, head, pad:], range(30 - pad), 30 - pad, farthest)
+            torch.testing.assert_close(scores[row, head, pad:], wanted)
+            assert ours == sorted((wanted.topk(9).indices + pad).tolist())
+
+
+def test_passes_add_up_and_sinks_stay():
+    ctx, *_ = given(2, True)
+    evictor = TriAttention(budget=9, sinks=3)
+    evictor.observe(ctx)
+    state: dict = {}
+    for start, end in ((0, 5), (5, 9), (9, 30)):
+        step = dataclasses.replace(ctx.step, start=start, num_new=end - start, lengths=(end, max(0, end - 7)))
+        part = {name: getattr(ctx, name)[:, :, :end] for name in ("keys", "values", "index", "valid")}
+        evictor.observe(dataclasses.replace(ctx, query=ctx.query[:, :, start:end], step=step, state=state, **part))
+    torch.testing.assert_close(state, ctx.state)
+    assert state["queries"].tolist() == [27, 20]
+    assert [head[:3] for head in kept(evictor, ctx, 1)] == [[7, 8, 9]] * 2
+
+
+def test_memory_is_bounded_while_decoding_and_generated_queries_count():
+    plan = kvsieve.plan("triattention", budget=20, every=4)
+    with kvsieve.attach(build("llama"), plan) as sieve:
+        result = sieve.generate(tiny_prompt(1, 50), max_new_tokens=21, min_new_tokens=21, do_sample=False)
+    assert result.cache.entries() == [20] * 4
+    assert {layer.state["queries"].item() for layer in result.cache.sieve_layers.values()} == {70}
+
+
+@pytest.mark.parametrize("wrong", [{"n_future": 0}, {"n_future": 1 << 17}, {"sinks": -1}, {"every": 0}])
+def test_bad_parameters_are_refused(wrong):
+    with pytest.raises(PlanError):
+        kvsieve.plan("triattention", **wrong)
