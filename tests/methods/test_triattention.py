@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import kvsieve
 from kvsieve.errors import PlanError
 from kvsieve.methods import TriAttention
 from layers import context, kept
+from small import stored
 from tiny import build, tiny_prompt
 
 F64 = torch.float64
@@ -20,15 +22,15 @@ RATES = 100.0 ** -(torch.arange(4, dtype=F64) / 4)
 class Rotating:
     """Facts of a made-up model whose pairs are neighbours, or halves."""
 
-    def __init__(self, halves):
-        self.halves = halves
+    def __init__(self, halves, rates=RATES):
+        self.halves, self.rates = halves, rates
 
     def complex(self, x):
-        pairs = (x[..., :4], x[..., 4:]) if self.halves else (x[..., ::2], x[..., 1::2])
+        pairs = x.chunk(2, -1) if self.halves else (x[..., ::2], x[..., 1::2])
         return torch.complex(*(part.contiguous() for part in pairs))
 
     def rotate(self, layer_idx, x, positions, *, inverse=False):
-        angle = positions[:, None, :, None] * RATES.to(x.dtype) * (-1 if inverse else 1)
+        angle = positions[:, None, :, None] * self.rates.to(x.dtype) * (-1 if inverse else 1)
         turned = self.complex(x) * torch.polar(torch.ones_like(angle), angle)
         parts = (turned.real, turned.imag)
         return torch.cat(parts, -1) if self.halves else torch.stack(parts, -1).flatten(-2)
@@ -76,6 +78,43 @@ def test_it_equals_the_slow_reference_in_padded_batches(groups, farthest, halves
             assert ours == sorted((wanted.topk(9).indices + pad).tolist())
 
 
+@pytest.mark.parametrize(
+    ("farthest", "wanted", "best"),
+    # The series by hand: -|k|, |k|, |k|, -|k| at distances 5, 4, 3, 2, each averaged with the one before it for 2.
+    [(1, [-1.0, 1.0, 2.0, -3.0], [1, 2]), (2, [-1.0, 0.0, 2.0, 0.0], [2, 3])],
+)
+def test_scores_of_one_band_by_hand(farthest, wanted, best):
+    """Queries 2, 2, 2i, 2i: the centre is 1 + i, E|q| - |E q| is 2 - sqrt(2). A quarter turn per token."""
+    facts = Rotating(True, torch.tensor([math.pi / 2], dtype=F64))
+    place = torch.arange(4)[None]
+    query = torch.tensor([[2.0, 0.0], [2.0, 0.0], [0.0, 2.0], [0.0, 2.0]], dtype=F64)[None, None]
+    lengths = torch.tensor([1.0, 1.0, 2.0, 3.0], dtype=F64)
+    keys = torch.stack([lengths, torch.zeros(4, dtype=F64)], -1)[None, None]
+    ctx = dataclasses.replace(context(facts.rotate(0, query, place), facts.rotate(0, keys, place)), model=facts)
+    evictor = TriAttention(budget=2, n_future=farthest)
+    evictor.observe(ctx)
+    scores = torch.tensor(wanted, dtype=F64) + (2 - math.sqrt(2)) * lengths
+    standard = (scores - scores.mean()) / scores.std(unbiased=False)
+    torch.testing.assert_close(evictor.scores(ctx)[0, 0], standard)
+    assert kept(evictor, ctx) == [best]
+
+
+def test_protected_entries_stay_and_do_not_count_in_the_standardisation():
+    ctx, query, keys, _ = given(3, True)
+    protected = torch.zeros(2, 2, 30, dtype=torch.bool)
+    protected[:, :, :12] = True
+    ctx = dataclasses.replace(ctx, protected=protected & ctx.valid)
+    evictor = TriAttention(budget=16)
+    evictor.observe(ctx)
+    scores = evictor.scores(ctx)
+    for row, pad in enumerate((0, 7)):
+        for head, ours in enumerate(kept(evictor, ctx, row)):
+            group = query[row, head * 3 : head * 3 + 3, pad:]
+            wanted = slow(group, keys[row, head, 12:], range(12 - pad, 30 - pad), 30 - pad, 1 << 16)
+            torch.testing.assert_close(scores[row, head, 12:], wanted)
+            assert ours == [*range(pad, 12), *sorted((wanted.topk(4 + pad).indices + 12).tolist())]
+
+
 def test_passes_add_up_and_sinks_stay():
     ctx, *_ = given(2, True)
     evictor = TriAttention(budget=9, sinks=3)
@@ -96,6 +135,15 @@ def test_memory_is_bounded_while_decoding_and_generated_queries_count():
         result = sieve.generate(tiny_prompt(1, 50), max_new_tokens=21, min_new_tokens=21, do_sample=False)
     assert result.cache.entries() == [20] * 4
     assert {layer.state["queries"].item() for layer in result.cache.sieve_layers.values()} == {70}
+
+
+def test_a_prompt_is_kept_whole_with_answer():
+    plan = kvsieve.plan("triattention", budget="100%", answer=6, every=8)
+    with kvsieve.attach(build("llama"), plan) as sieve:
+        cache = sieve.generate(tiny_prompt(1, 40), max_new_tokens=17, min_new_tokens=17, do_sample=False).cache
+    for layer in stored(cache)[0]:
+        for head in layer:
+            assert head[:40] == list(range(40)) and len(head) == 46
 
 
 @pytest.mark.parametrize("wrong", [{"n_future": 0}, {"n_future": 1 << 17}, {"sinks": -1}, {"every": 0}])

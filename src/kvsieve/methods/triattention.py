@@ -1,15 +1,16 @@
 """TriAttention: Efficient Long Reasoning with Trigonometric KV Compression (arXiv 2604.04921).
 
-Queries of a head before rotation lie close to a fixed centre. With bands f of two rotated channels, the centre E[q]_f
-of a query head and a key k at distance t, the expected logit is a trigonometric series in t: the sum over f of
-|E[q]_f| |k_f| cos(w_f t + phase_f). It is averaged over the next position plus 1, 2, 4, ... up to `n_future`. The sum
-of (E[|q_f|] - |E[q]_f|) |k_f|, large where queries are spread, is added. A query head's scores are standardised over
-the entries, and a KV head ranks by the maximum of its group. Evicts after every 128 generated tokens.
+A head's queries before rotation are close to a fixed centre E[q]. A band f is a pair of rotated channels. A query head
+scores a key k at distance t by the sum over bands of |E[q_f]| |k_f| cos(w_f t + phase_f) (eq. 6), which is the centre's
+logit, plus (E[|q_f|] - |E[q_f]|) |k_f| (eq. 8), which is large where queries are spread. The score is averaged over the
+distances from the next position plus 1, 2, 4, ... up to `n_future` (eq. 11) and standardised over the entries. A KV
+head ranks by the maximum over its query heads (eq. 12, 13). It evicts after every 128 generated tokens.
 
-Differences from the reference (its public code): the centres are those of the conversation's own queries so far, not of
-a calibration text; each layer's KV heads choose for themselves, an option there, whose default is one choice per KV
-head for all layers; it evicts at the end of prompts, too, where the original keeps prompts whole (`budget="100%"` with
-`answer=` does); channels without rotation are bands of one.
+Differences from the reference: the centres are those of the conversation's own queries so far, not of a calibration
+text; each layer's KV heads choose for themselves, as in the equations and in an option of the public code, where the
+default averages eq. 13 over layers; it evicts at the end of prompts, too, where the public code keeps prompts whole
+(`budget="100%"` with `answer=` does); protected entries, such as a prompt kept whole, are left out of the
+standardisation, as there; channels without rotation are bands of one.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class TriAttention(FutureQueries, heads="own", query_aware=False):
     n_future: int = 1 << 16
 
     def _add(self, ctx: LayerContext, query: Tensor, counted: Tensor) -> None:
-        # The mean lengths of bands are behind the mean.
+        # The mean lengths of bands follow the mean.
         super()._add(ctx, torch.cat([query, _lengths(query, _bands(ctx, query))], -1), counted)
 
     def future(self, device: torch.device) -> Tensor:
@@ -59,18 +60,24 @@ class TriAttention(FutureQueries, heads="own", query_aware=False):
         keys = ctx.keys.to(dtype)
         bands = _bands(ctx, keys)
         centre, length = ctx.state["mean"].to(dtype).split(size, -1)
-        spread = (length - _lengths(centre, bands)) / bands.sum(-1)
         # A band's length is in each of its channels.
-        series = torch.cat([centre @ self.average_turn(ctx, dtype), spread], -1).view(batch, heads, -1, 2 * size)
-        scores = series @ torch.cat([keys, _lengths(keys, bands)], -1).transpose(-1, -2)
+        spread = (length - _lengths(centre, bands)) / bands.sum(-1)
+        weights = torch.cat([centre @ self.average_turn(ctx, dtype), spread], -1).view(batch, heads, -1, 2 * size)
+        scores = weights @ torch.cat([keys, _lengths(keys, bands)], -1).transpose(-1, -2)
+        sinks = first_real(ctx, self.sinks)
+        competing = ~sinks if ctx.protected is None else ~(sinks | ctx.protected)
         if ctx.valid is not None:
             scores = scores.masked_fill(~ctx.valid[:, :, None], 0)
-        real = torch.ones_like(scores) if ctx.valid is None else ctx.valid[:, :, None].expand_as(scores).to(dtype)
-        count = real.sum(-1, keepdim=True).clamp_min(1)
-        centred = (scores - scores.sum(-1, keepdim=True) / count) * real
-        deviation = (centred.square().sum(-1, keepdim=True) / count).sqrt()
-        best = (centred / deviation.clamp_min(_LEAST_SPREAD)).amax(2)
-        return best.masked_fill(first_real(ctx, self.sinks), float("inf")) if self.sinks else best
+            competing = competing & ctx.valid
+        return _standardised(scores, competing[:, :, None]).amax(2).masked_fill(sinks, float("inf"))
+
+
+def _standardised(scores: Tensor, counted: Tensor) -> Tensor:
+    """Return scores [B, H, G, N] minus their mean, over their deviation, both of the `counted` ones [.., N]."""
+    number = counted.sum(-1, keepdim=True).clamp_min(1)
+    centred = scores - scores.where(counted, 0).sum(-1, keepdim=True) / number
+    variance = centred.where(counted, 0).square().sum(-1, keepdim=True) / number
+    return centred / variance.sqrt().clamp_min(_LEAST_SPREAD)
 
 
 def _bands(ctx: LayerContext, like: Tensor) -> Tensor:
