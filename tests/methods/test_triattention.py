@@ -10,7 +10,9 @@ import torch
 
 import kvsieve
 from kvsieve.errors import PlanError
+from kvsieve.lab.calibrate import Options, Prompt, measure
 from kvsieve.methods import TriAttention
+from kvsieve.planning.profiles import load_profile
 from layers import context, kept
 from small import stored
 from tiny import build, tiny_prompt
@@ -144,6 +146,49 @@ def test_a_prompt_is_kept_whole_with_answer():
     for layer in stored(cache)[0]:
         for head in layer:
             assert head[:40] == list(range(40)) and len(head) == 46
+
+
+def test_given_centres_rank_as_the_queries_they_are_the_means_of():
+    ctx, *_ = given(3, False)
+    own = TriAttention(budget=9)
+    own.observe(ctx)
+    rows = [
+        TriAttention(budget=9, centres=[mean.tolist()] * 4).scores(dataclasses.replace(ctx, state={}))
+        for mean in ctx.state["mean"]
+    ]
+    assert not TriAttention(budget=9, centres=[ctx.state["mean"][0].tolist()] * 4).when.observes
+    for row, (scores, pad) in enumerate(zip(rows, (0, 7), strict=True)):
+        torch.testing.assert_close(scores[row, :, pad:], own.scores(ctx)[row, :, pad:])
+    assert not torch.allclose(rows[0][1, :, 7:], rows[1][1, :, 7:])
+
+
+def test_calibration_averages_the_queries_of_prompts(tmp_path):
+    model = build("llama")
+    prompts = [Prompt(tiny_prompt(1, length, seed=length), tiny_prompt(1, 5)) for length in (40, 60)]
+    measure(model, prompts, prompts[0], options=Options(parts=("q_centres",))).save(tmp_path / "profile.json")
+    profile = load_profile(tmp_path / "profile.json")
+    assert profile.measured == {"q_centres": {"queries": 100}}
+    with kvsieve.attach(model, kvsieve.plan("triattention", budget=20)) as sieve:
+        means = [[layer.state["mean"][0] for layer in sieve.prefill(prompt.ids).sieve_layers.values()]
+                 for prompt in prompts]  # fmt: skip
+    both = 0.4 * torch.stack(means[0]) + 0.6 * torch.stack(means[1])
+    torch.testing.assert_close(torch.tensor(profile.q_centres).to(both), both, rtol=1e-3, atol=1e-6)
+    plan = kvsieve.plan("triattention", budget=20, profile=profile)
+    with kvsieve.attach(model, plan) as sieve:
+        cache = sieve.prefill(tiny_prompt(1, 50))
+    assert cache.entries() == [20] * 4 and not any(layer.state for layer in cache.sieve_layers.values())
+    assert kvsieve.Plan.from_dict(plan.to_dict()) == plan
+
+
+def test_centres_of_another_model_are_refused():
+    ctx, *_ = given(2, True)
+    for centres in ([[[0.5] * 16] * 4] * 3, [[[0.5] * 16] * 2] * 4, [[[0.5] * 8] * 4] * 4):
+        with pytest.raises(PlanError, match="do not fit layer 0 of 4 with 4 query heads of 8"):
+            TriAttention(budget=9, centres=centres).scores(ctx)
+    with pytest.raises(PlanError, match="centres must be numbers"):
+        TriAttention(budget=9, centres=[1, 2])
+    with pytest.raises(PlanError, match="holds no q_centres, which triattention needs"):
+        kvsieve.plan("triattention", profile="smollm2-135m-instruct")
 
 
 @pytest.mark.parametrize("wrong", [{"n_future": 0}, {"n_future": 1 << 17}, {"sinks": -1}, {"every": 0}])

@@ -122,7 +122,7 @@ def calibrate_command(
 
         plot.write_bytes(distances_png(profile))
     if as_json:
-        arrays = ("heads", "q_filters")
+        arrays = ("heads", "q_filters", "q_centres")
         emit_json({name: value for name, value in profile.to_dict().items() if name not in arrays} | {"out": str(file)})
         return
     print_profile(profile)
@@ -152,7 +152,7 @@ def announce(quick: bool, seconds: float) -> None:
 
 
 def method_of(profile: Profile) -> str | None:
-    arrays = {"duoattention": profile.heads, "qfilters": profile.q_filters}
+    arrays = {"duoattention": profile.heads, "qfilters": profile.q_filters, "triattention": profile.q_centres}
     known = [*profile.parameters, *(name for name, measured in arrays.items() if measured)]
     return next((name for name in ("fastkv", "snapkv", *known) if name in known), None)
 
@@ -203,6 +203,8 @@ def _rows(measured: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if "q_filters" in measured:
         one = measured["q_filters"]
         rows.append(("q_filters", f"rank correlation {one['correlation']:.2f}", f"negative in {one['negative']} heads"))
+    if "q_centres" in measured:
+        rows.append(("q_centres", f"means of {measured['q_centres']['queries']} queries", "positions rotated back"))
     if "anchors" in measured:
         one = measured["anchors"]
         least = min(one["similarity"])

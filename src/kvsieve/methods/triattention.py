@@ -6,46 +6,58 @@ logit, plus (E[|q_f|] - |E[q_f]|) |k_f| (eq. 8), which is large where queries ar
 distances from the next position plus 1, 2, 4, ... up to `n_future` (eq. 11) and standardised over the entries. A KV
 head ranks by the maximum over its query heads (eq. 12, 13). It evicts after every 128 generated tokens.
 
-Differences from the reference: the centres are those of the conversation's own queries so far, not of a calibration
-text; each layer's KV heads choose for themselves, as in the equations and in an option of the public code, where the
-default averages eq. 13 over layers; it evicts at the end of prompts, too, where the public code keeps prompts whole
-(`budget="100%"` with `answer=` does); protected entries, such as a prompt kept whole, are left out of the
-standardisation, as there; channels without rotation are bands of one.
+The means are those of the conversation's own queries so far, or a profile's (`kvsieve calibrate --parts q_centres`).
+
+Differences from the reference: there the means are always a calibration text's; each layer's KV heads choose for
+themselves, as in the equations and in an option of the public code, where the default averages eq. 13 over layers; it
+evicts at the end of prompts, too, where the public code keeps prompts whole (`budget="100%"` with `answer=` does);
+protected entries, such as a prompt kept whole, do not count in the standardisation, as there; channels without rotation
+are bands of one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 
 from kvsieve.core.scoring import score_dtype
+from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import first_real, model_facts
 from kvsieve.methods.expected_attention import FutureQueries
+from kvsieve.planning.budget import Budget
+from kvsieve.planning.plans import Plan
+from kvsieve.planning.profiles import Filters, Profile, array_of, numbers
 from kvsieve.planning.registry import register_method
-from kvsieve.types import LayerContext
+from kvsieve.types import LayerContext, When
 
 _LEAST_SPREAD = 1e-6
 
 
-@register_method(
-    "triattention",
-    title="TriAttention",
-    paper="arXiv 2604.04921",
-    phase="end of prompt, decode",
-    query_aware=False,
-    summary="Keep keys by a trigonometric series in their distance from the centre of their head's queries.",
-    budget="20%",
-)
 @dataclass(frozen=True, kw_only=True)
 class TriAttention(FutureQueries, heads="own", query_aware=False):
     """Keep the keys that queries near their head's centre attend to at their distance.
 
-    sinks: first tokens, always kept, without their queries. n_future: farthest of the future positions.
+    centres: [layers][query heads][2 D], mean queries before rotation, then the mean length of each channel's band;
+    empty for those of the conversation. sinks: first tokens, always kept, without their queries. n_future: farthest of
+    the future positions.
     """
 
+    centres: Filters = field(default=(), repr=False)
     every: int | None = 128
     sinks: int = 0
     n_future: int = 1 << 16
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "centres", numbers(self.centres, 3))
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"TriAttention: centres must be numbers, [layers][query heads][2 D]: {error}") from error
+        super().__post_init__()
+
+    @property
+    def when(self) -> When:
+        return When(steps=self.every, observes=not self.centres)
 
     def _add(self, ctx: LayerContext, query: Tensor, counted: Tensor) -> None:
         # The mean lengths of bands follow the mean.
@@ -59,7 +71,8 @@ class TriAttention(FutureQueries, heads="own", query_aware=False):
         dtype = score_dtype(ctx.keys.dtype)
         keys = ctx.keys.to(dtype)
         bands = _bands(ctx, keys)
-        centre, length = ctx.state["mean"].to(dtype).split(size, -1)
+        mean = self._calibrated(ctx, dtype) if self.centres else ctx.state["mean"].to(dtype)
+        centre, length = mean.split(size, -1)
         # A band's length is in each of its channels.
         spread = (length - _lengths(centre, bands)) / bands.sum(-1)
         weights = torch.cat([centre @ self.average_turn(ctx, dtype), spread], -1).view(batch, heads, -1, 2 * size)
@@ -70,6 +83,19 @@ class TriAttention(FutureQueries, heads="own", query_aware=False):
             scores = scores.masked_fill(~ctx.valid[:, :, None], 0)
             competing = competing & ctx.valid
         return _standardised(scores, competing[:, :, None]).amax(2).masked_fill(sinks, float("inf"))
+
+    def _calibrated(self, ctx: LayerContext, dtype: torch.dtype) -> Tensor:
+        """Return the profile's means of this layer, [B, Hq, 2 D]."""
+        batch, heads, _, size = ctx.query.shape
+        layer = self.centres[ctx.layer_idx] if len(self.centres) == ctx.num_layers else ()
+        own = layer[ctx.ranks.own(len(layer))] if len(layer) == heads * ctx.ranks.size else ()
+        if [len(mean) for mean in own] != [2 * size] * heads:
+            raise PlanError(
+                f"TriAttention: the centres are of {len(self.centres)} layers and do not fit layer {ctx.layer_idx} of "
+                f"{ctx.num_layers} with {heads * ctx.ranks.size} query heads of {size}; make those of this model with "
+                "`kvsieve calibrate --parts q_centres`, or leave them out"
+            )
+        return torch.tensor(own, dtype=dtype).to(ctx.keys.device, non_blocking=True).expand(batch, -1, -1)
 
 
 def _standardised(scores: Tensor, counted: Tensor) -> Tensor:
@@ -92,3 +118,19 @@ def _bands(ctx: LayerContext, like: Tensor) -> Tensor:
 def _lengths(x: Tensor, bands: Tensor) -> Tensor:
     """Return the length of each channel's band, in the shape of `x`, [..., D]."""
     return (x.square() @ bands).sqrt()
+
+
+@register_method(
+    "triattention", title="TriAttention", paper="arXiv 2604.04921", phase="end of prompt, decode", query_aware=False
+)
+def triattention(
+    budget: Budget | str | int | float = "20%",
+    profile: Profile | str | os.PathLike[str] | None = None,
+    every: int | None = 128,
+    n_future: int = 1 << 16,
+    sinks: int = 0,
+) -> Plan:
+    """Keep keys by a trigonometric series in their distance from the centre of their head's queries."""
+    centres, model = array_of("q_centres", "triattention", profile)
+    role = TriAttention(budget=Budget.parse(budget), centres=centres, every=every, n_future=n_future, sinks=sinks)
+    return Plan(evict=role, profile=model)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvsieve.lab.calibrate import distances, pooling, ranks
 from kvsieve.lab.calibrate.anchors import measured_anchors
+from kvsieve.lab.calibrate.centres import query_centres
 from kvsieve.lab.calibrate.filters import QuerySums, correlation
 from kvsieve.lab.calibrate.heads import RetrievalScores, kept_by_streaming
 from kvsieve.lab.calibrate.options import ANSWER, BEGINNING, Options
@@ -49,6 +50,7 @@ class Parts:
     measured: dict[str, Any] = field(default_factory=dict)
     heads: Any = None
     q_filters: Any = None
+    q_centres: Any = None
     done: int = 0
     total: int = 0
 
@@ -71,6 +73,7 @@ class Parts:
             + ("asl" in propagates)
             + len(found) * ("tsp" in propagates)
             + ("anchors" in parts)
+            + ("q_centres" in parts)
         )
         self.total = len(prompts) * per_prompt + ("q_filters" in parts)
         references = self._pooling(prompts, stops)
@@ -82,6 +85,8 @@ class Parts:
             self._asl(references, layer)
         if "anchors" in parts:
             self._anchors(references)
+        if "q_centres" in parts:
+            self._centres(references)
 
     @property
     def pooled(self) -> SnapKV:
@@ -286,6 +291,15 @@ class Parts:
         self.measured["anchors"] = measured_anchors(
             self.model, answers, self.fingerprint, lambda: self._step("comparing layers")
         )
+
+    def _centres(self, references: Sequence[ReferenceAnswer]) -> None:
+        ids = [reference.ids for reference in references]
+        found = query_centres(self.model, ids, self.fingerprint, lambda: self._step("averaging queries"))
+        if isinstance(found, str):
+            self.measured.setdefault("left_out", {})["q_centres"] = found
+            return
+        self.q_centres = numbers([[[_short(v) for v in head] for head in layer] for layer in found.tolist()], 3)
+        self.measured["q_centres"] = {"queries": sum(one.shape[1] for one in ids)}
 
     def parameters(self) -> dict[str, dict[str, Any]]:
         """Return the parameters found for each method; the pooling applies to all that pool a window's attention."""

@@ -76,6 +76,7 @@ def measure(
         parameters=run.parameters(),
         heads=run.heads,
         q_filters=run.q_filters,
+        q_centres=run.q_centres,
         measured=run.measured,
         text=text,
         environment=environment(model),

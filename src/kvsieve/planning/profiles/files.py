@@ -112,9 +112,9 @@ def profiles_of(model: Fingerprint) -> Iterator[tuple[str, Profile]]:
 
 
 def array_of(part: str, method: str, source: Profile | str | os.PathLike[str] | None) -> tuple[Any, Fingerprint | None]:
-    """Return the array "heads" or "q_filters" of a profile, and the profile's model; () and None without a profile.
+    """Return the array "heads", "q_filters" or "q_centres" of a profile, and the profile's model.
 
-    Raises PlanError for a profile without it.
+    () and None without a profile. Raises PlanError for a profile without the array.
     """
     if source is None:
         return (), None
