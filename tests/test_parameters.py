@@ -44,6 +44,8 @@ BAD = {
     ("lookahead", "draft"): ([], "x"),
     ("lookahead", "lookahead"): (10**9, "x"),
     ("expectedattention", "n_future"): (10**9, 0.5),
+    ("triattention", "n_future"): (0, 10**9, 0.5),
+    ("triattention", "profile"): (5, [], "no such file"),
     ("kvzip", "repeat_ids"): ("x", [1.5], 5),
     ("per-layer", "shares"): (5, "x", [NAN], (10**400, 1), ()),
     ("chunkkv", "base"): (5, None, "nothing", "full", "chunkkv"),

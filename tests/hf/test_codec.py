@@ -105,8 +105,8 @@ def test_every_method_goes_on_over_encoded_entries(model, talk, name):
         found.append((logits(first), logits(second)))
     # A method that silently did not run is the worst bug.
     assert held != [0] * len(held) and sum(held) >= CODEC.block
-    # Errors of the second prompt's attention may let another token travel.
-    most = 0.01 if plan.propagate is None else 0.05
+    # Errors of the second prompt's attention may let another token travel, and of keys, another of two equal ones stay.
+    most = 0.01 if plan.propagate is None and name != "triattention" else 0.05
     for exact, ours in zip(*found, strict=True):
         assert (exact[:, 0].softmax(-1) - ours[:, 0].softmax(-1)).abs().max() < most
     assert not torch.equal(*(second for _, second in found))

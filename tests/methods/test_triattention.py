@@ -14,7 +14,7 @@ from kvsieve.lab.calibrate import Options, Prompt, measure
 from kvsieve.methods import TriAttention
 from kvsieve.planning.profiles import load_profile
 from layers import context, kept
-from small import stored
+from small import longrope_factors, stored
 from tiny import build, tiny_prompt
 
 F64 = torch.float64
@@ -178,6 +178,13 @@ def test_calibration_averages_the_queries_of_prompts(tmp_path):
         cache = sieve.prefill(tiny_prompt(1, 50))
     assert cache.entries() == [20] * 4 and not any(layer.state for layer in cache.sieve_layers.values())
     assert kvsieve.Plan.from_dict(plan.to_dict()) == plan
+
+
+def test_calibration_leaves_out_a_model_with_moving_rotary_tables():
+    model = build("phi3", max_position_embeddings=256, rope_parameters=longrope_factors(64))
+    prompt = Prompt(tiny_prompt(1, 40), tiny_prompt(1, 5))
+    profile = measure(model, [prompt], prompt, options=Options(parts=("q_centres",)))
+    assert profile.q_centres is None and "changes with the prompt's length" in profile.measured["left_out"]["q_centres"]
 
 
 def test_centres_of_another_model_are_refused():
