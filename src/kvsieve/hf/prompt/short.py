@@ -22,8 +22,8 @@ from kvsieve.hf.prompt.two_pass import choose
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.protection import ProtectedTokens
-from kvsieve.types import Selection
 from kvsieve.planning.roles import ChunkedEvictor
+from kvsieve.types import Selection
 
 _IDLE = "every token was read again: the prompt is not longer than what may be kept"
 
