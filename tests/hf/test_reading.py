@@ -44,8 +44,13 @@ READERS = {
     "clusterkv shared": {"budget": 24, "sinks": 2, "per_cluster": 8, "share": 2},
     "kascade": {"budget": 16},
 }
-# Layers before and after a filter attend to everything by themselves.
-LAYERED = {"omnikv": {"budget": 16, "share": "1", "wait": 0}, "omnikv wait": {"budget": 16, "share": "0", "wait": 1}}
+# Layers before and after a filter attend to everything by themselves; scores are those of passes.
+LAYERED = {
+    "omnikv": {"budget": 16, "share": "1", "wait": 0},
+    "omnikv wait": {"budget": 16, "share": "0", "wait": 1},
+    "infllm": {"budget": 20, "local": 6, "block": 3, "representatives": 2},
+    "infllm shared": {"budget": 20, "sinks": 1, "share": 2},
+}
 GREEDY = greedy()
 
 

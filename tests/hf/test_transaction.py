@@ -59,6 +59,7 @@ CASES = {
     "rocketkv shared": ("llama", "rocketkv", {"budget": 20, "window": 4, "kernel": 5, "share": 2}),
     "kascade": ("llama", "kascade", {"budget": 16}),
     "clusterkv": ("llama", "clusterkv", {"budget": 24, "sinks": 2, "per_cluster": 8, "chunk_length": 4}),
+    "infllm": ("llama", "infllm", {"budget": 20, "local": 6, "block": 3}),
     "codec and hsa shared": ("llama", kvsieve.Plan(read=HSA(budget=16, share=2), codec=CODEC), {}),
     "windows, read shared": ("gemma3_text", "quest", {"budget": 16, "share": 8}),
     "shared KV, read shared": ("gemma3n_text", "quest", {"budget": 16, "share": 2}),

@@ -22,7 +22,7 @@ SPARSE_PROMPTS = [name for name in kvsieve.list_methods() if kvsieve.method_info
 # Methods whose entries once a prompt is complete are not the budget's, and why; docs/options.md lists the same.
 KEEPS_ALL = {
     **dict.fromkeys(
-        ("clusterkv", "exacttopk", "hsa", "kascade", "loki", "omnikv", "quest", "sparq"),
+        ("clusterkv", "exacttopk", "hsa", "infllm", "kascade", "loki", "omnikv", "quest", "sparq"),
         "the budget is what a token reads",
     ),
     **dict.fromkeys(("perturn", "rocketkv-mt"), "the budget is what an answer reads"),

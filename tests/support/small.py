@@ -47,6 +47,7 @@ PARAMETERS = {
     "flexprefill": BLOCKS,
     "gemfilter": {"layer": 1},
     "h2o": {"recent": 0.7},
+    "infllm": {"local": 4, "block": 4},
     "kvcompose": {"chunk_length": 24},
     "kvmerger": {"recent": 0.3},
     "kvzip": {"chunk_length": 64, "repeat_ids": (), "go_on_ids": (), "answer_ids": ()},

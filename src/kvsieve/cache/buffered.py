@@ -80,6 +80,10 @@ class BufferedMemory(LayerMemory):
     def weight_rows(self) -> Tensor | None:
         return None if self.weight_buffer is None else self.weight_buffer.flatten()
 
+    def score_rows(self) -> Tensor | None:
+        scores = self.columns.parts.get("scores")
+        return None if scores is None else scores.view(-1, scores.shape[1] // self.heads, scores.shape[2])
+
     def view(self, slots: Tensor, real: Tensor | None) -> View:
         return View(slots, real, self.size)
 

@@ -22,8 +22,9 @@ def slot_dim(name: str) -> int:
 class Columns:
     """Buffers by name: vectors "keys" and "values" are [..., slots, D], facts of entries are [..., slots].
 
-    Facts are "index", the token index, "valid", True for real entries, and "log_weight" (`types.Selection`). Absent
-    ones are the same for all entries. A new fact needs only a new name: operations on entries are written here once.
+    Facts are "index", the token index, "valid", True for real entries, "log_weight" (`types.Selection`) and "scores",
+    [..., Hq, slots] (`roles.Reader.observes`). Absent ones are the same for all entries. A new fact needs only a new
+    name: operations on entries are written here once.
     """
 
     def __init__(self, **parts: Tensor) -> None:

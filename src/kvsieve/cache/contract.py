@@ -219,6 +219,10 @@ class LayerMemory(ABC):
         """Return the logarithms of weights, float32 [B * H * capacity], in `slot_rows`' order; None: all are 0."""
         return None
 
+    def score_rows(self) -> Tensor | None:
+        """Return the scores of all slots, [B * H, G, capacity], G query heads per KV head; None if there are none."""
+        return None
+
     @abstractmethod
     def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return keys, values and token indices with all slots, used or not. Raises RuntimeError if there are none."""

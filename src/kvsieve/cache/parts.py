@@ -41,7 +41,7 @@ def _dense(parts: dict[str, Any]) -> DenseStore:
         return LatentStore() if "rank" in parts else DenseStore()
     keys, index, valid, lengths = (parts[name] for name in ("keys", "index", "valid", "lengths"))
     if "rank" not in parts:
-        return DenseStore.of(keys, parts["values"], index, valid, lengths, parts.get("log_weight"))
+        return DenseStore.of(keys, parts["values"], index, valid, lengths, parts.get("log_weight"), parts.get("scores"))
     store = LatentStore.of(keys, keys[..., :0], index, valid, lengths)
     store.rank = parts["rank"]
     return store

@@ -130,7 +130,7 @@ class RowGroups:
         body, tail = group.flat(store.capacity)
         size = self.entries(store, group) - later if length is None else self.most(store, group)
         where = body, tail, self.stride, size, length, self.heads
-        return KVRows(keys, values, *where, log_weight=store.weight_rows())
+        return KVRows(keys, values, *where, log_weight=store.weight_rows(), scores=store.score_rows())
 
     def all_tensors(self) -> Iterator[Tensor]:
         """Yield every tensor of the readers' metadata and of the slot lists."""

@@ -39,9 +39,10 @@ class DenseStore(BufferedMemory):
         valid: Tensor | None,
         lengths: tuple[int, ...],
         log_weight: Tensor | None = None,
+        scores: Tensor | None = None,
     ) -> Self:
         """Return a store on these tensors, [B, H, N, ...], all in use."""
-        facts = {"valid": valid, "log_weight": log_weight}
+        facts = {"valid": valid, "log_weight": log_weight, "scores": scores}
         known = {name: part for name, part in facts.items() if part is not None}
         return cls(Columns(keys=keys, values=values, index=index, **known), keys.shape[2], lengths)
 
@@ -98,10 +99,26 @@ class DenseStore(BufferedMemory):
         columns["index"][:, :, slots] = token_index[:, None]
         if "valid" in columns:
             columns["valid"][:, :, slots] = True if valid is None else valid[:, None]
-        if "log_weight" in columns:
-            columns["log_weight"][:, :, slots] = 0
+        for name in ("log_weight", "scores"):
+            if name in columns:
+                columns[name][:, :, slots] = 0
         self._count_new(batch, new, valid, counts)
         self.size = end
+
+    def add_scores(self, sums: Tensor, before: int) -> None:
+        """Add to the scores of the entries after the first `before`; sums: [B, Hq, n]."""
+        scores = self.columns.parts.get("scores")
+        if scores is None:
+            scores = sums.new_zeros(*sums.shape[:2], self.capacity)
+        elif before < self.shared:
+            scores = scores.clone()
+        scores[:, :, before : self.size] += sums
+        self.columns = self.columns.including(scores=scores)
+
+    def forget_scores(self) -> None:
+        """Forget the scores, as after passes that have not added to them."""
+        self.columns = self.columns.without("scores")
+        self.derived = {}
 
     def prepare_slots(self, token_index: int) -> None:
         keys, values, index = (part[:, :, self.size :] for part in self.buffers())
@@ -161,7 +178,8 @@ class DenseStore(BufferedMemory):
         reuse = reuse and slots.shape[1] == self.heads and not self.shared
         capacity = self.capacity if reuse else capacity
         valid = self.valid_buffer
-        self.columns = self.columns.without("valid").taken(self.size, slots, capacity, in_place=reuse)
+        columns = self.columns.without("valid").without("scores")
+        self.columns = columns.taken(self.size, slots, capacity, in_place=reuse)
         self.shared = 0
         self.derived = {}
         self.size = self.kept = kept

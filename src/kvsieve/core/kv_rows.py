@@ -136,6 +136,8 @@ class KVRows:
         length: entries that exist, on the device; the others may be read but must not be chosen. None: all exist.
         heads: consecutive KV rows that belong to one batch row, where its heads have as many entries.
         log_weight: float32 [S], added to the logits of the slots' entries; None: all weigh 1.
+        scores: [buffers, G, slots], scores of the slots of each KV head's buffer for its G query heads; `keys` has the
+            slots of one buffer after another. None: there are none; see Reader.observes.
     """
 
     keys: SlotRows
@@ -147,6 +149,7 @@ class KVRows:
     length: DeviceLength | None = None
     heads: int = 1
     log_weight: Tensor | None = None
+    scores: Tensor | None = None
 
     @property
     def in_buffers(self) -> bool:
@@ -167,6 +170,14 @@ class KVRows:
     def log_weights_at(self, entries: Tensor) -> Tensor | None:
         """Return the logarithms of the entries' weights, the shape of `entries`; None if all weigh 1."""
         return None if self.log_weight is None else self.log_weight[self.slots(entries)]
+
+    def scores_at(self, entries: Tensor) -> Tensor | None:
+        """Return the scores of entries [X, n] for each query head, [X, G, n]; None if there are none."""
+        if self.scores is None:
+            return None
+        slots = self.slots(entries)[:, None]
+        groups, size = self.scores.shape[1:]
+        return self.scores[slots // size, torch.arange(groups, device=slots.device)[:, None], slots % size]
 
     def read(self, entries: Tensor) -> tuple[Tensor, Tensor]:
         slots = self.slots(entries)

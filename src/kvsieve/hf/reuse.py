@@ -319,4 +319,6 @@ def _refuse(reason: str | None) -> None:
 def _plan_unserved(plan: Plan) -> str | None:
     if plan.shortens_prompt:
         return f"{plan.name} reads the whole conversation again in every turn"
+    if plan.scores_entries:
+        return f"{plan.name} scores entries by the queries after them, which a beginning of the prompt lacks"
     return f"{plan.name} chooses among the tokens of the whole prompt" if plan.drafts else None

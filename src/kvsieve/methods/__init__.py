@@ -37,6 +37,7 @@ from kvsieve.methods import (
     headkv,
     hqq,
     hsa,
+    infllm,
     int8,
     joins,
     k8v4,
@@ -123,6 +124,7 @@ from kvsieve.methods.h2o import H2O
 from kvsieve.methods.headkv import HeadKV
 from kvsieve.methods.hqq import HQQ
 from kvsieve.methods.hsa import HSA
+from kvsieve.methods.infllm import InfLLM
 from kvsieve.methods.int8 import Int8
 from kvsieve.methods.k8v4 import K8V4
 from kvsieve.methods.kascade import Kascade
@@ -212,6 +214,7 @@ __all__ = [
     "GemFilter",
     "GroupedSnapKV",
     "HeadKV",
+    "InfLLM",
     "Int8",
     "KNorm",
     "KVCompose",
@@ -294,6 +297,7 @@ __all__ = [
     "headkv",
     "hqq",
     "hsa",
+    "infllm",
     "int8",
     "joins",
     "k8v4",

@@ -119,9 +119,14 @@ class Plan:
     @property
     def acts_once(self) -> bool:
         """True if one full prefill suffices: nothing is dropped before the prompt's end or during decode."""
-        if self.shortens_prompt or self.probes or self.prefill is not None:
+        if self.shortens_prompt or self.probes or self.prefill is not None or self.scores_entries:
             return False
         return self.evict is None or not (self.evict.when.chunks or self.evict.when.steps)
+
+    @property
+    def scores_entries(self) -> bool:
+        """True if a reader chooses by scores that every pass adds to, so that it has to be there from the start."""
+        return self.read is not None and self.read.observes
 
     @property
     def shortens_prompt(self) -> bool:

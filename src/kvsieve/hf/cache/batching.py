@@ -39,7 +39,9 @@ def _alike(layer: CacheLayer, other: CacheLayer) -> bool:
     if memory is None or other_memory is None:
         return True
     return (
-        not any(one.is_empty or one.is_encoded for one in (memory, other_memory)) and memory.heads == other_memory.heads
+        not any(one.is_empty or one.is_encoded for one in (memory, other_memory))
+        and memory.heads == other_memory.heads
+        and (memory.score_rows() is None) == (other_memory.score_rows() is None)
     )
 
 

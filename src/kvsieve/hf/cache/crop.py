@@ -71,6 +71,8 @@ def _why_not(
         return f"{prompt} of them are of the prompt, on which {plan.name} has acted"
     if plan.evict is not None and plan.evict.when.steps is not None:
         return f"{plan.name} acts while decoding; call activate_past_recording() before a pass to be taken back"
+    if plan.scores_entries:
+        return f"{plan.name} has scored entries by their queries"
     stored = min((layer.memory.droppable for layer in layers if layer.memory is not None), default=count)
     if stored < count:
         return f"only {stored} were stored since entries were encoded or left a window"

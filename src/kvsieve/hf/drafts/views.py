@@ -68,6 +68,8 @@ def _why_no_view(plan: Plan, verified: Plan) -> str | None:
         return "the cache is encoded so already"
     if plan.propagate is not None:
         return "it drops tokens between layers while a prompt is prefilled, and a view begins with a stored prompt"
+    if plan.scores_entries:
+        return "it scores entries by the queries of the whole prompt, which are not stored"
     if plan.prefill is not None:
         return "its sparse prefill is about prompts, and a view begins with a stored one"
     return None if evictor is None else _why_not_evicted(evictor)

@@ -67,6 +67,8 @@ def _check_ends(plan: Plan, cache: SieveCache) -> None:
     why = None
     if plan.evict is not None and plan.evict.when.steps is not None:
         why = f"{plan.name} has evicted for the padding behind them"
+    elif plan.scores_entries:
+        why = f"{plan.name} has scored entries by the padding behind them"
     elif cache.forgets:
         why = "the model's recurrent or sliding-window layers have read the padding behind them"
     elif any(layer.store.is_encoded for layer in cache.sieve_layers.values()):

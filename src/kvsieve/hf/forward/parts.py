@@ -105,6 +105,8 @@ class TokenParts:
 
     def only_append(self, index: int, layer: SieveLayer) -> bool:
         """Return True if the tokens only add their entries to a layer."""
+        if self._whole.plan.scores_entries:
+            return False
         evictor = self._whole.plan.evict
         when = self._whole.when
         if evictor is not None and when.steps is not None and (when.observes or evictor.window > 1):
@@ -115,7 +117,7 @@ class TokenParts:
         """Return the end of the part that begins with token `first`."""
         size = self._tokens.size
         padded = self._tokens.valid is not None and self._whole.when.steps is not None
-        alone = padded or not self._read_alike(index, layer, size - first)
+        alone = padded or self._whole.plan.scores_entries or not self._read_alike(index, layer, size - first)
         last = first if alone else self._acts_after(index, layer, first)
         return size if last is None else last + 1
 

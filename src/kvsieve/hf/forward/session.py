@@ -23,6 +23,7 @@ from kvsieve.hf.forward.pass_state import PassState
 from kvsieve.hf.forward.propagate import propagate
 from kvsieve.hf.forward.recent import recent_queries
 from kvsieve.hf.forward.request import StopForward
+from kvsieve.hf.forward.scores import add_scores
 from kvsieve.hf.forward.sparse_prompt import attend_stored
 from kvsieve.hf.forward.sparse_read import read_token
 from kvsieve.hf.forward.travel import Tokens, gather, joined
@@ -146,7 +147,9 @@ class Session(PassState):
         return found
 
     def _show(self, index: int, layer: SieveLayer, asked: AttentionQueries, out: Tensor) -> None:
-        """Pass the layer, with all queries of the pass, to the driver and to an observing evictor."""
+        """Pass the layer, with all queries of the pass, to the driver and to an observing role."""
+        if self.plan.read is not None and self.plan.read.observes:
+            add_scores(self.plan.read, self._context(index, layer, asked), layer)
         evictor = self.plan.evict
         on_layer = self.request.on_layer
         when = self.when

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 from kvsieve.planning.roles.base import Role
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
     from kvsieve.core.page_recipe import PageRecipe
-    from kvsieve.types import AttentionQueries
+    from kvsieve.types import AttentionQueries, LayerContext
 
 
 class Reader(Role):
@@ -35,6 +37,23 @@ class Reader(Role):
     def shares_heads(self) -> bool:
         """True if all KV heads read the same tokens; it takes no evictor, which keeps others in each head."""
         return False
+
+    @property
+    def observes(self) -> bool:
+        """True if it chooses by scores of entries, which every pass adds to: call `observe`. It takes no codec."""
+        return False
+
+    def observe(self, ctx: LayerContext) -> tuple[Tensor, int]:
+        """Return the parts of a pass in the scores of the last n stored entries; called if `observes` is set.
+
+        Called in every pass of prompts and answers, per layer, after its attention; several tokens of an answer have a
+        call each. ``ctx.query`` has all queries of the pass. The sum over the passes must not depend on their ends.
+        `choose` finds the sums by `KVRows.scores_at`.
+
+        Returns:
+            Sums to add, [B, Hq, n], and the number of stored entries before these. New entries begin with 0.
+        """
+        raise NotImplementedError
 
     def anchor(self, layer_idx: int, num_layers: int) -> int:
         """Return the layer whose choice a layer reads: itself for a layer that chooses.

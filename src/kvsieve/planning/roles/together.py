@@ -49,6 +49,11 @@ def check_together(
         )
     if read is not None and evict is not None and (read.shares or read.shares_heads):
         _check_shared(read, evict)
+    if read is not None and read.observes and codec is not None:
+        raise PlanError(
+            f"{type(read).__name__} chooses by scores of entries, which {type(codec).__name__} does not keep; leave "
+            "codec= out"
+        )
     if rest is not None:
         _check_rest(evict, type(rest).__name__)
 
