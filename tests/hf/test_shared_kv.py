@@ -29,6 +29,7 @@ READERS = {
     "quest": kvsieve.plan("quest", budget=16),
     "exacttopk": kvsieve.plan("exacttopk", budget=16),
     "rocketkv": kvsieve.plan("rocketkv", budget=20, window=4, kernel=5),
+    "infllm": kvsieve.plan("infllm", budget=20, local=6, block=3),
     "asking": kvsieve.plan("quest", budget=16, sparse_questions=True),
 }
 

@@ -11,14 +11,18 @@ from kvsieve.core import later_logits as later
 from kvsieve.core.kv_rows import KVRows, ReadFacts
 from kvsieve.core.later_logits import later_logits
 from kvsieve.core.representatives import BlockRepresentatives
-from kvsieve.errors import CacheStateError, PlanError
+from kvsieve.errors import CacheStateError, PlanError, UnsupportedOptionError
+from kvsieve.hf.cache.batching import can_stack, stack
+from kvsieve.hf.reuse import unserved
 from kvsieve.methods import InfLLM
 from kvsieve.methods.infllm import BlockSetting
+from kvsieve.shared.prompt import next_logits
+from tiny import padded_prompt, tiny_model, tiny_prompt
 
 HEADS, GROUPS = 2, 3
 
 
-def naive(query, keys, window, real=None):
+def naive(query, keys, window, real=None, groups=GROUPS):
     """Every entry's products with the next `window` real tokens of its row, of a whole prompt."""
     rows, size = keys.shape[0], keys.shape[2]
     found = torch.zeros(rows, query.shape[1], size, dtype=query.dtype)
@@ -27,7 +31,7 @@ def naive(query, keys, window, real=None):
         for number, at in enumerate(tokens):
             for head in range(query.shape[1]):
                 after = tokens[number + 1 : number + 1 + window]
-                found[row, head, at] = sum(query[row, head, one] @ keys[row, head // GROUPS, at] for one in after)
+                found[row, head, at] = sum(query[row, head, one] @ keys[row, head // groups, at] for one in after)
     return found
 
 
@@ -140,11 +144,12 @@ def test_the_paper_s_sizes_and_smaller_budgets():
     assert setting(1024) == (597, BlockSetting(1024, 1024, 38, sinks=128))
     assert setting(16) == (9, BlockSetting(16, 16, 1, sinks=2))
     assert setting("10%", local=600)[1].page == 35
+    # A share is at least its floor.
+    assert setting(kvsieve.Budget(ratio=0.1, floor=512)) == (298, BlockSetting(1000, 1000, 72, sinks=125))
+    assert InfLLM(budget="10%").window == 9
 
 
 def test_what_makes_no_sense_is_refused():
-    with pytest.raises(PlanError, match="give local="):
-        InfLLM(budget="10%")
     with pytest.raises(PlanError, match="leaves no blocks"):
         InfLLM(budget=64, local=64).setting(ReadFacts(0, 4, 1000, 0, 8))
     with pytest.raises(PlanError, match="sparse_questions"):
@@ -155,3 +160,97 @@ def test_what_makes_no_sense_is_refused():
         kvsieve.plan("infllm", budget=64, codec="int8")
     with pytest.raises(PlanError, match="leave evict= out"):
         kvsieve.Plan(read=InfLLM(budget=64), evict=kvsieve.plan("snapkv").evict)
+
+
+SMALL = {"budget": 20, "sinks": 2, "local": 6, "block": 3, "representatives": 2}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(filled=True)
+
+
+def answered(sieve, cache, ids, answer, mask=None):
+    """Logits of an answer's tokens, given one by one."""
+    parts = []
+    for at in range(answer.shape[1]):
+        ids = torch.cat([ids, answer[:, at : at + 1]], 1)
+        mask = None if mask is None else torch.cat([mask, torch.ones_like(ids[:, :1])], 1)
+        parts.append(next_logits(sieve, cache, ids, mask))
+    return torch.cat(parts, 1), ids, mask
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_scores_of_prompts_answers_and_later_turns(model, monkeypatch, chunk):
+    asked = {}
+    observe = InfLLM.observe
+
+    def noted(self, ctx):
+        asked.setdefault(ctx.layer_idx, []).append(ctx.query)
+        return observe(self, ctx)
+
+    monkeypatch.setattr(InfLLM, "observe", noted)
+    ids, mask = padded_prompt(40, 9)
+    answer, more = tiny_prompt(2, 5, seed=1), tiny_prompt(2, 12, seed=2)
+    later = torch.ones_like(more)
+    later[0, :4] = 0
+    with kvsieve.attach(model, kvsieve.plan("infllm", **SMALL)) as sieve, torch.no_grad():
+        cache = sieve.prefill(ids, mask, chunk=chunk)
+        _, ids, mask = answered(sieve, cache, ids, answer, mask)
+        cache = sieve.prefill(torch.cat([ids, more], 1), torch.cat([mask, later], 1), cache=cache, chunk=chunk)
+        for index, layer in cache.sieve_layers.items():
+            store = layer.store
+            real = store.valid[:, 0]
+            assert not bool(real.all(1).any())
+            query = torch.cat(asked[index], 2)
+            ours = store.score_rows()[..., : store.size].reshape(2, query.shape[1], -1)
+            groups = query.shape[1] // store.heads
+            wanted = naive(query, store.keys, 6, real, groups)
+            where = real[:, None].expand_as(ours)
+            torch.testing.assert_close(ours[where], wanted[where])
+
+
+def test_a_file_a_fork_and_a_batch_answer_as_without(model, tmp_path):
+    ids, answer = tiny_prompt(2, 60, seed=3), tiny_prompt(2, 9, seed=4)
+    with kvsieve.attach(model, kvsieve.plan("infllm", **SMALL)) as sieve, torch.no_grad():
+        alone = [answered(sieve, sieve.prefill(ids[row, None]), ids[row, None], answer[row, None])[0] for row in (0, 1)]
+        caches = [sieve.prefill(ids[row, None]) for row in (0, 1)]
+        sieve.save(caches[0], tmp_path / "saved")
+        for held in (sieve.load(tmp_path / "saved").cache, caches[0].fork()):
+            torch.testing.assert_close(answered(sieve, held, ids[:1], answer[:1])[0], alone[0])
+        assert can_stack(caches)
+        found, _, _ = answered(sieve, stack(caches), ids, answer)
+        torch.testing.assert_close(found, torch.cat(alone))
+
+
+def test_two_prompts_are_one(model):
+    ids, answer = tiny_prompt(1, 60, seed=3), tiny_prompt(1, 6, seed=4)
+    with kvsieve.attach(model, kvsieve.plan("infllm", **SMALL)) as sieve, torch.no_grad():
+        wanted, _, _ = answered(sieve, sieve.prefill(ids), ids, answer)
+        cache = sieve.prefill(ids, cache=sieve.prefill(ids[:, :33]))
+        torch.testing.assert_close(answered(sieve, cache, ids, answer)[0], wanted)
+
+
+def test_what_has_not_observed_is_refused(model):
+    ids = tiny_prompt(1, 60, seed=3)
+    plan = kvsieve.plan("infllm", **SMALL)
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        cache = sieve.prefill(ids)
+    with kvsieve.attach(model, plan) as sieve, torch.no_grad():
+        own = sieve.prefill(ids)
+        with pytest.raises(UnsupportedOptionError, match="scored entries by the queries after them"):
+            sieve.edit(own, ids)
+        answered(sieve, own, ids, ids[:, :2])
+        with pytest.raises(UnsupportedOptionError, match="has scored entries by their queries"):
+            own.crop(-1)
+        with pytest.raises(CacheStateError, match="did not observe that"):
+            answered(sieve, sieve.adopt(cache), ids, ids[:, :1])
+    # Passes of another plan have not added to the scores.
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        sieve.adopt(own)
+    with kvsieve.attach(model, plan) as sieve, torch.no_grad():
+        with pytest.raises(CacheStateError, match="62 entries were stored under another plan"):
+            sieve.prefill(torch.cat([ids, ids[:, :9]], 1), cache=sieve.adopt(own))
+        assert "scores entries" in unserved(sieve, {})
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve, pytest.raises(PlanError, match="scores entries by"):
+        sieve.generate(ids, max_new_tokens=2, draft="self:infllm:budget=20")

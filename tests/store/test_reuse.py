@@ -50,9 +50,9 @@ def same(one, other):
 def test_reuse_never_changes_an_answer(model, path, talk, name):
     ids, other, more = talk
     with kvsieve.attach(model, plan_of(name, model)) as sieve, PrefixStore(path) as store:
-        if sieve.plan.shortens_prompt:
-            cache = sieve.generate(ids, **GREEDY).cache
-            assert store.add(sieve, ids[0], cache, 1.0) is None and store.stats().refused == 1
+        if sieve.plan.shortens_prompt or sieve.plan.scores_entries:
+            result = sieve.generate(ids, **GREEDY)
+            assert store.add(sieve, result.sequences[0], result.cache, 1.0) is None and store.stats().refused == 1
             return
         cache = sieve.begin(ids[:, :DOCUMENT], chunk=CHUNK)
         half = store.add(sieve, ids[0], cache, 1.0, chunk=CHUNK)

@@ -219,6 +219,14 @@ class LayerMemory(ABC):
         """Return the logarithms of weights, float32 [B * H * capacity], in `slot_rows`' order; None: all are 0."""
         return None
 
+    def add_scores(self, sums: Tensor, before: int) -> None:
+        """Add sums [B, Hq, n] to the scores of the entries after the first `before`; see roles.Reader.observe."""
+        raise NotImplementedError(f"a {type(self).__name__} has no scores")
+
+    def forget_scores(self) -> None:
+        """Forget the scores, as after passes that have not added to them."""
+        self.derived = {}
+
     def score_rows(self) -> Tensor | None:
         """Return the scores of all slots, [B * H, G, capacity], G query heads per KV head; None if there are none."""
         return None

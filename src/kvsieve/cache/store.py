@@ -106,7 +106,6 @@ class DenseStore(BufferedMemory):
         self.size = end
 
     def add_scores(self, sums: Tensor, before: int) -> None:
-        """Add to the scores of the entries after the first `before`; sums: [B, Hq, n]."""
         scores = self.columns.parts.get("scores")
         if scores is None:
             scores = sums.new_zeros(*sums.shape[:2], self.capacity)
@@ -116,9 +115,8 @@ class DenseStore(BufferedMemory):
         self.columns = self.columns.including(scores=scores)
 
     def forget_scores(self) -> None:
-        """Forget the scores, as after passes that have not added to them."""
+        super().forget_scores()
         self.columns = self.columns.without("scores")
-        self.derived = {}
 
     def prepare_slots(self, token_index: int) -> None:
         keys, values, index = (part[:, :, self.size :] for part in self.buffers())

@@ -273,7 +273,7 @@ def may_cut(plan: Plan) -> bool:
 
 def why_not(model: AttachedModel) -> str | None:
     """Return a clause why a plan's conversations on a model cannot be reused, or None."""
-    if model.plan.shortens_prompt:
+    if model.plan.shortens_prompt or model.plan.scores_entries:
         return _plan_unserved(model.plan)
     if model.context.ranks.size > 1:
         return "heads are divided among several processes"

@@ -9,11 +9,12 @@ As in the public code, every query head has its own representatives, all heads o
 the sum over heads, and tokens that have left the window and do not fill a block yet are attended to.
 
 The budget t is the number of entries read per KV head and step: the first ones (at most t/8), the window (by default
-2/3 of the rest, as published: 4096 of 6144) and blocks, at most 1/8 of the others each. A share needs `local`.
+2/3 of the rest, as published: 4096 of 6144; of a share 2/3 of its floor) and blocks, at most 1/8 of the others each.
 
 Differences from the reference: prompts attend densely, within the model's own context, and keys keep their positions
 (the reference gives all tokens beyond the window the same distance); scores are the paper's mean of products, where the
-code sums softmax weights; the last block needed is read in part, so that t entries are read; nothing is offloaded.
+code sums softmax weights; the last block needed is read in part, so that t entries are read; nothing is offloaded. A
+layer without entries of its own chooses by the scores of the layer that stores them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kvsieve.core.scoring import score_dtype
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import check_int, positions
-from kvsieve.methods.readers import BudgetReader, Setting
+from kvsieve.methods.readers import LEAST, BudgetReader, Setting
 from kvsieve.planning.registry import register_method
 from kvsieve.types import AttentionQueries, LayerContext
 
@@ -70,11 +71,6 @@ class InfLLM(BudgetReader, heads="all"):
             check_int(self, name, vars(self)[name], 1)
         if self.local is not None:
             check_int(self, "local", self.local, 1)
-        elif self.budget.tokens is None:
-            raise PlanError(
-                f"InfLLM: tokens are scored over the window while a prompt is read, and {self.budget} of it is unknown "
-                "then; give local=, or a number of entries"
-            )
         if self.sparse_questions:
             raise PlanError("InfLLM: sparse_questions is not supported: tokens of a question are scored together")
 
@@ -91,8 +87,9 @@ class InfLLM(BudgetReader, heads="all"):
         """Queries after a token that score it."""
         if self.local is not None:
             return self.local
-        assert self.budget.tokens is not None
-        return 2 * (self.budget.tokens - self._sinks(self.budget.tokens)) // 3
+        # Prompts are scored before a share of them is known: it is at least this.
+        tokens = self.budget.tokens or max(self.budget.floor, LEAST)
+        return 2 * (tokens - self._sinks(tokens)) // 3
 
     def _sinks(self, tokens: int) -> int:
         return min(self.sinks, tokens // 8)

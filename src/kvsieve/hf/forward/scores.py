@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvsieve.cache import DenseStore
 from kvsieve.errors import CacheStateError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import SieveLayer
@@ -16,8 +15,7 @@ def forget_scores(cache: SieveCache, plan: Plan) -> None:
     own = cache.owner.plan
     if own.scores_entries and own.read != plan.read:
         for layer in cache.sieve_layers.values():
-            if isinstance(layer.store, DenseStore):
-                layer.store.forget_scores()
+            layer.store.forget_scores()
 
 
 def add_scores(reader: Reader, ctx: LayerContext, layer: SieveLayer) -> None:
@@ -26,7 +24,6 @@ def add_scores(reader: Reader, ctx: LayerContext, layer: SieveLayer) -> None:
     Raises CacheStateError if entries were stored without.
     """
     store = layer.store
-    assert isinstance(store, DenseStore)
     before = store.size - ctx.query.shape[2]
     if store.score_rows() is None and before > 0:
         raise CacheStateError(
