@@ -48,7 +48,9 @@ def later_logits(
         part = keys[:, :, first:end].to(dtype)
         if end - start == 1:
             sees = (at < places) & (places <= at + window)
-            sums = _products(queries.expand(-1, -1, part.shape[2], -1), part) * sees[:, None]
+            # A product for each group, without a copy of the query for each key.
+            logits = queries.unflatten(1, (part.shape[1], -1))[:, :, :, 0] @ part.transpose(2, 3)
+            sums = logits.flatten(1, 2) * sees[:, None]
         else:
             prefix = F.pad(queries.cumsum(2), (0, 0, 1, 0))
             below = _taken(prefix, torch.searchsorted(places, at, right=True))
