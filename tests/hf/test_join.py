@@ -305,7 +305,7 @@ def test_plans_that_cannot_join_are_refused(model, plan, options, message):
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next"])
 def test_models_that_forget_join_in_full_only(family):
     with kvsieve.attach(build(family).float().eval(), kvsieve.plan("full")) as sieve:
-        with pytest.raises(UnsupportedOptionError, match=r"do not go back.*kind='full'"):
+        with pytest.raises(UnsupportedOptionError, match=r"do not go back.*join 'full'"):
             sieve.join(DOCUMENTS)
         assert sieve.join(DOCUMENTS, kind="full").cache.num_seen == 123
 

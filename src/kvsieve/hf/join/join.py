@@ -124,7 +124,7 @@ class Joining:
         reason = why_not_joined(self.sieve, self.kind, self.texts.start)
         if reason is not None:
             raise UnsupportedOptionError(
-                f"documents cannot be joined: {reason}; join them with kind='full', or use another plan"
+                f"documents cannot be joined: {reason}; take the join 'full', or another plan"
             )
         return self._in_places()
 
