@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.edited import edits_table, joins_table
 from benchmarks.evidence import MODELS, RESULTS, Evidence, described, evidence, provenance
 from benchmarks.evidence import rows as samples_of
 from benchmarks.glance import OWN, glances, is_of_shares
@@ -137,6 +138,7 @@ def pages(found: list[Evidence]) -> dict[Path, dict[str, str]]:
             "h100": gpu_table(),
         },
         ROOT / "docs" / "speculation.md": {"drafts": drafts_tables()},
+        ROOT / "docs" / "editing.md": {"edits": edits_table(), "joins": joins_table()},
         ROOT / "docs" / "options.md": {"floor": floor_table()},
         ROOT / "docs" / "weights.md": {"measured": weights_measured(found[0])},
         ROOT / "docs" / "calibrate.md": {"profiles": profiles_table()},

@@ -13,9 +13,8 @@ of the distributions at each token of full reading's greedy answer; scores are t
 word F1 for natural questions, else 1 if the answer names what was asked.
 
 With --compressed the documents are stored under a plan that compresses them without a question, which is then asked
-with reduce=False. --data is the folder of
-L-Eval's files; without it the natural questions are left out. Results go to benchmarks/results/joins.json; questions
-that it has are not run again.
+with reduce=False. --data is the folder of L-Eval's files; without it the natural questions are left out. Results go to
+benchmarks/results/joins.json; questions that it has are not run again.
 """
 
 from __future__ import annotations
