@@ -10,7 +10,7 @@ from benchmarks.evidence import MODELS, RESULTS, described
 from benchmarks.toys.tables import markdown
 
 # Sets of documents of joins.py in words.
-SETS = {"natural": "natural questions, word F1", "generated": "generated documents, right answers"}
+SETS = {"natural": "natural questions, word F1", "generated": "questions on generated documents, right answers"}
 
 
 def edits_table(file: Path = RESULTS / "edits.json") -> str:

@@ -682,6 +682,25 @@ def plan(
 ) -> Plan: ...
 @overload
 def plan(
+    method: Literal["infllm"],
+    *,
+    budget: Budget | str | float = ...,
+    sinks: int = ...,
+    local: int | None = ...,
+    block: int = ...,
+    representatives: int = ...,
+    skip_layers: int | tuple[int, ...] = ...,
+    newest: bool = ...,
+    sparse_questions: bool = ...,
+    share: int | tuple[int, ...] = ...,
+    floor: int = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
     method: Literal["int8"],
     *,
     block: int = ...,
@@ -832,6 +851,24 @@ def plan(
     uniform: bool = ...,
     go_on_ids: tuple[int, ...] | None = ...,
     skip_layers: int | tuple[int, ...] = ...,
+    floor: int = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["lacache"],
+    *,
+    budget: Budget | str | float = ...,
+    sinks: int = ...,
+    span: int | None = ...,
+    overlap: int = ...,
+    skip_layers: int | tuple[int, ...] = ...,
+    every: int | None = ...,
+    answer: Budget | str | int | float | None = ...,
+    grows: bool = ...,
     floor: int = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
@@ -1431,6 +1468,24 @@ def plan(
     every: int | None = ...,
     answer: Budget | str | int | float | None = ...,
     grows: bool = ...,
+    floor: int = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["triattention"],
+    *,
+    budget: Budget | str | float = ...,
+    profile: Profile | str | None = ...,
+    every: int | None = ...,
+    n_future: int = ...,
+    sinks: int = ...,
+    skip_layers: Any = ...,
+    answer: Any = ...,
+    grows: Any = ...,
     floor: int = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
