@@ -123,9 +123,7 @@ class Joining:
             return self._in_order(first)
         reason = why_not_joined(self.sieve, self.kind, self.texts.start)
         if reason is not None:
-            raise UnsupportedOptionError(
-                f"documents cannot be joined: {reason}; take the join 'full', or another plan"
-            )
+            raise UnsupportedOptionError(f"documents cannot be joined: {reason}; take the join 'full', or another plan")
         return self._in_places()
 
     def _in_order(self, first: int) -> Joined:
