@@ -226,7 +226,7 @@ def why_not_rearranged(plan: Plan, cache: SieveCache) -> str | None:
     if conversation.multi_axis_positions or conversation.position_shift:
         return "it has images, with positions of their own"
     if plan.scores_entries:
-        return f"{plan.name} has scored entries by the queries after them, as tokens stood"
+        return f"{plan.name} has scored entries by the queries after them"
     if plan.rest is not None:
         return "rest= keeps evicted entries in blocks of their own"
     if any(layer.store.log_weight is not None for layer in cache.sieve_layers.values()):

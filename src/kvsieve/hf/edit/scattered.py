@@ -93,7 +93,7 @@ def feed_scattered(
     conversation.turn = Turn(number=turn.number, start=start, prompt_end=end, length=end)
     source = chosen.source(model.num_layers)
     if source == BEFORE:
-        # A choice before the first layer has scores.
+        # Turns without scores make no choice before the first layer.
         conversation.turn.drafted = torch.zeros(1, end - start)
     conversation.protected = None
     plan = Plan(propagate=chosen, name=model.plan.name)
