@@ -114,7 +114,8 @@ def plan_of(name, model, **given):
         shape = torch.Size([config.num_hidden_layers, config.num_key_value_heads])
         heads = golden(shape, 3).tolist()
         filters = golden((*shape, config.hidden_size // config.num_attention_heads), 4).tolist()
-        chosen["profile"] = Profile(Fingerprint.of(model), heads=heads, q_filters=filters)
+        budgets = golden((*shape, 9), 5).abs().sort(-1).values.tolist()
+        chosen["profile"] = Profile(Fingerprint.of(model), heads=heads, q_filters=filters, head_budgets=budgets)
     made = plan_without_floor(name, **{key: value for key, value in chosen.items() if key in info.parameters})
     # What is not given stays at the method's own default.
     return dataclasses.replace(made, unset=None)

@@ -122,7 +122,7 @@ def calibrate_command(
 
         plot.write_bytes(distances_png(profile))
     if as_json:
-        arrays = ("heads", "q_filters", "q_centres")
+        arrays = ("heads", "q_filters", "q_centres", "head_budgets")
         emit_json({name: value for name, value in profile.to_dict().items() if name not in arrays} | {"out": str(file)})
         return
     print_profile(profile)
@@ -152,7 +152,12 @@ def announce(quick: bool, seconds: float) -> None:
 
 
 def method_of(profile: Profile) -> str | None:
-    arrays = {"duoattention": profile.heads, "qfilters": profile.q_filters, "triattention": profile.q_centres}
+    arrays = {
+        "duoattention": profile.heads,
+        "qfilters": profile.q_filters,
+        "triattention": profile.q_centres,
+        "lukv": profile.head_budgets,
+    }
     known = [*profile.parameters, *(name for name, measured in arrays.items() if measured)]
     return next((name for name in ("fastkv", "snapkv", *known) if name in known), None)
 
@@ -205,6 +210,9 @@ def _rows(measured: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         rows.append(("q_filters", f"rank correlation {one['correlation']:.2f}", f"negative in {one['negative']} heads"))
     if "q_centres" in measured:
         rows.append(("q_centres", f"means of {measured['q_centres']['queries']} queries", "positions rotated back"))
+    if "head_budgets" in measured:
+        one = measured["head_budgets"]
+        rows.append(("head_budgets", f"shares {one['least']:.2f} to {one['largest']:.2f}", f"at {one['budget']}"))
     if "anchors" in measured:
         one = measured["anchors"]
         least = min(one["similarity"])

@@ -53,6 +53,7 @@ from kvsieve.methods import (
     lagkv,
     loki,
     lookahead,
+    lukv,
     merged,
     minference,
     mixed,
@@ -139,6 +140,7 @@ from kvsieve.methods.lacache import LaCache
 from kvsieve.methods.lagkv import LagKV
 from kvsieve.methods.loki import Loki
 from kvsieve.methods.lookahead import Lookahead
+from kvsieve.methods.lukv import LUKV
 from kvsieve.methods.merged import MeanMerge
 from kvsieve.methods.minference import MInference
 from kvsieve.methods.morphkv import MorphKV
@@ -184,6 +186,7 @@ __all__ = [
     "HSA",
     "K8V4",
     "KIVI",
+    "LUKV",
     "TOVA",
     "TSP",
     "AShape",
@@ -313,6 +316,7 @@ __all__ = [
     "lagkv",
     "loki",
     "lookahead",
+    "lukv",
     "merged",
     "minference",
     "mixed",

@@ -1,4 +1,4 @@
-"""Base classes of methods that divide a budget unevenly among layers.
+"""Base classes of methods that divide a budget unevenly among layers or heads.
 
 The total does not change: it is the budget times the layers that evict, per row, to the entry. No layer gets less than
 its base needs, or more than it stores; the excess goes to the others.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from kvsieve.core.allocation import allocate, water_fill
 from kvsieve.core.selection import pack, pack_ragged, top_mask
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import ScoredEvictor, Wrapper, apply_protection, hide_padding, keep_best, skipped, skips
+from kvsieve.planning.roles import Traits
 from kvsieve.types import LayerContext, Selection
 
 _ENDLESS = 1 << 60
@@ -84,6 +85,71 @@ class LayerAllocator(Allocator):
         if skips(self.skip_layers, ctx):
             return None
         return keep_best(self.base, ctx, self.layer_counts(ctx, counts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadAllocator(Allocator, ragged=True):
+    """An Allocator that divides the budget of all layers among their heads, by shares known in advance."""
+
+    @property
+    def traits(self) -> Traits:
+        # As for AdaKV: heads with different entries cannot be compared slot by slot.
+        traits = super().traits
+        return traits if self.base.traits.heads == "own" else replace(traits, heads=None)
+
+    def check_shape(self, layers: int, heads: int) -> None:
+        """Raise PlanError unless the shares are those of a model of `layers` layers with `heads` KV heads each."""
+        raise NotImplementedError
+
+    def head_counts(self, layers: Sequence[int], length: int, count: int) -> list[list[int]]:
+        """Return the entries of each head of `layers` for a row of `length` tokens, `count` on average."""
+        raise NotImplementedError
+
+    def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
+        heads = ctx.keys.shape[1] * ctx.ranks.size
+        self.check_shape(ctx.num_layers, heads)
+        if skips(self.skip_layers, ctx):
+            return None
+        if ctx.step.phase == "decode":
+            return self._select_again(ctx, counts)
+        own = ctx.ranks.own(heads)
+        acting = self.acting(ctx)
+        rows = []
+        for length, count in zip(ctx.step.lengths, counts, strict=True):
+            if length <= count:
+                # The unused budget is for generated tokens, the same in every head.
+                rows.append([count] * ctx.keys.shape[1])
+                continue
+            known = ctx.shared.setdefault("head_counts", {})
+            if (length, count) not in known:
+                known[length, count] = self.head_counts(acting, length, count)
+            rows.append(known[length, count][acting.index(ctx.layer_idx)][own])
+        budgets = torch.tensor(rows)
+        ctx.state["heads"] = budgets
+        if all(min(row) >= stored for row, stored in zip(rows, ctx.stored, strict=True)):
+            return None
+        return self._keep_per_head(ctx, counts, budgets)
+
+    def _select_again(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
+        """Reduce heads to their numbers of entries in ``ctx.state["heads"]``, [B, 1 or H], during decode."""
+        heads = ctx.state.get("heads", torch.tensor(counts)[:, None])
+        stored = ctx.valid if ctx.valid is not None else torch.ones_like(ctx.index, dtype=torch.bool)
+        if bool((stored.sum(-1).cpu() <= heads.cpu()).all()):
+            return None
+        return self._keep_per_head(ctx, counts, heads.cpu())
+
+    def _keep_per_head(self, ctx: LayerContext, counts: tuple[int, ...], heads: Tensor) -> Selection:
+        """Keep the best entries by the base's scores, ``heads[b, h]`` in each head, and protected ones.
+
+        heads: int64 [B, 1 or H], on the host, which waits for the device only if there is padding.
+        """
+        scores, _ = apply_protection(ctx, hide_padding(ctx, self.base.scores(ctx)), counts)
+        heads = heads.repeat_interleave(scores.shape[1] // heads.shape[1], 1)
+        if ctx.valid is None and ctx.protected is None and ctx.quotas is None:
+            heads = heads.clamp(max=scores.shape[2])
+            return pack_ragged(top_mask(scores, heads), heads.tolist())
+        heads = torch.maximum(heads.to(scores.device), scores.isposinf().sum(-1))
+        return pack_ragged(top_mask(scores, heads) & ~scores.isneginf())
 
 
 @dataclass

@@ -56,8 +56,8 @@ def critical_ranks(ctx: LayerContext, scores: Tensor, first: tuple[int, ...] | T
     return ranks.masked_fill(scores.isneginf(), float("-inf")).masked_fill(best, float("inf"))
 
 
-def projected_norm(ctx: LayerContext) -> Tensor:
-    """Return the L1 norm of each stored value after each query head's output projection, [B, Hq, N]."""
+def projected_norm(ctx: LayerContext, power: int = 1) -> Tensor:
+    """Return the norm of each stored value after each query head's output projection, [B, Hq, N]."""
     projection = model_facts(ctx).output_weight(ctx.layer_idx)
     batch, heads, length, size = ctx.values.shape
     query_heads = ctx.query.shape[1]
@@ -74,7 +74,7 @@ def projected_norm(ctx: LayerContext) -> Tensor:
         values = ctx.values[:, head * heads // query_heads]
         for start in range(0, length, block):
             part = values[:, start : start + block].to(dtype) @ own
-            out[:, head, start : start + block] = part.abs().sum(-1)
+            out[:, head, start : start + block] = part.norm(p=power, dim=-1)
     return out
 
 

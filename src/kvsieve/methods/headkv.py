@@ -14,28 +14,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kvsieve.core.allocation import allocate
 from kvsieve.core.scoring import Kernel, Pool
-from kvsieve.core.selection import pack_ragged, top_mask
 from kvsieve.errors import PlanError
-from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.adakv import GroupedSnapKV
-from kvsieve.methods.allocators import Allocator
-from kvsieve.methods.base import ScoredEvictor, apply_protection, hide_padding, skips
+from kvsieve.methods.allocators import HeadAllocator
+from kvsieve.methods.base import ScoredEvictor
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.profiles import Heads, Profile, array_of, numbers
 from kvsieve.planning.registry import register_method
-from kvsieve.planning.roles import Traits
-from kvsieve.types import LayerContext, Selection
 
 _BASE = GroupedSnapKV(budget=Budget(ratio=0.2))
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadKV(Allocator, heads="own", ragged=True, query_aware=False):
+class HeadKV(HeadAllocator, heads="own", ragged=True, query_aware=False):
     """Divide the budget among the heads of all layers by their importance: ``HeadKV(heads=scores)``.
 
     base: ranks entries and has the budget, the mean over heads and layers. heads: a score per layer and KV head, at
@@ -56,11 +52,8 @@ class HeadKV(Allocator, heads="own", ragged=True, query_aware=False):
         if not self.temperature >= 0:
             raise PlanError(f"HeadKV: temperature must be at least 0, got {self.temperature!r}")
 
-    @property
-    def traits(self) -> Traits:
-        # As for AdaKV: heads with different entries cannot be compared slot by slot.
-        traits = super().traits
-        return traits if self.base.traits.heads == "own" else replace(traits, heads=None)
+    def check_shape(self, layers: int, heads: int) -> None:
+        check_heads("HeadKV", self.heads, layers, heads)
 
     def head_counts(self, layers: Sequence[int], length: int, count: int) -> list[list[int]]:
         """Return the entries of each head of `layers` for a row of `length` tokens, `count` on average."""
@@ -71,54 +64,6 @@ class HeadKV(Allocator, heads="own", ragged=True, query_aware=False):
         room = [max(length, count) - sure] * len(weights)
         shares = iter(allocate(weights, pool * len(weights), [0] * len(weights), room))
         return [[sure + next(shares) for _ in self.heads[layer]] for layer in layers]
-
-    def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
-        heads = ctx.keys.shape[1] * ctx.ranks.size
-        check_heads("HeadKV", self.heads, ctx.num_layers, heads)
-        if skips(self.skip_layers, ctx):
-            return None
-        if ctx.step.phase == "decode":
-            return _select_again(self.base, ctx, counts)
-        own = ctx.ranks.own(heads)
-        acting = self.acting(ctx)
-        rows = []
-        for length, count in zip(ctx.step.lengths, counts, strict=True):
-            if length <= count:
-                # The unused budget is for generated tokens, the same in every head.
-                rows.append([count] * ctx.keys.shape[1])
-                continue
-            known = ctx.shared.setdefault("headkv", {})
-            if (length, count) not in known:
-                known[length, count] = self.head_counts(acting, length, count)
-            rows.append(known[length, count][acting.index(ctx.layer_idx)][own])
-        budgets = torch.tensor(rows)
-        ctx.state["heads"] = budgets
-        if all(min(row) >= stored for row, stored in zip(rows, ctx.stored, strict=True)):
-            return None
-        return _keep_per_head(self.base, ctx, counts, budgets)
-
-
-def _select_again(base: ScoredEvictor, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
-    """Reduce heads to their numbers of entries in ``ctx.state["heads"]``, [B, 1 or H], during decode."""
-    heads = ctx.state.get("heads", torch.tensor(counts)[:, None])
-    stored = ctx.valid if ctx.valid is not None else torch.ones_like(ctx.index, dtype=torch.bool)
-    if bool((stored.sum(-1).cpu() <= heads.cpu()).all()):
-        return None
-    return _keep_per_head(base, ctx, counts, heads.cpu())
-
-
-def _keep_per_head(base: ScoredEvictor, ctx: LayerContext, counts: tuple[int, ...], heads: Tensor) -> Selection:
-    """Keep the best entries by `base`'s scores, ``heads[b, h]`` in each head, and protected ones.
-
-    heads: int64 [B, 1 or H], on the host, which waits for the device only if there is padding.
-    """
-    scores, _ = apply_protection(ctx, hide_padding(ctx, base.scores(ctx)), counts)
-    heads = heads.repeat_interleave(scores.shape[1] // heads.shape[1], 1)
-    if ctx.valid is None and ctx.protected is None and ctx.quotas is None:
-        heads = heads.clamp(max=scores.shape[2])
-        return pack_ragged(top_mask(scores, heads), heads.tolist())
-    heads = torch.maximum(heads.to(scores.device), scores.isposinf().sum(-1))
-    return pack_ragged(top_mask(scores, heads) & ~scores.isneginf())
 
 
 def head_scores(owner: str, heads: Heads) -> Heads:

@@ -37,7 +37,7 @@ class MethodInfo:
 
     phase: when it acts. query_aware: whether its choice depends on the end of the prompt. example: arguments that
     `make` needs at least. derive: returns model-dependent parameters, from the Fingerprint and the tokenizer's digits
-    per token, below caller and profile. part: required arrays of a profile, "heads" or "q_filters". kind: the
+    per token, below caller and profile. part: required array of a profile, such as "heads". kind: the
     registered class, None for a function. parent: the method of the base class; `inherited` parameters, which the class
     does not redeclare, are filled in as the parent's are.
     """

@@ -15,6 +15,7 @@ import kvsieve
 from kvsieve.errors import InputError, PlanError
 from kvsieve.hf.compat import CACHE
 from kvsieve.lab.calibrate import (
+    PARTS,
     Material,
     Options,
     Prompt,
@@ -170,12 +171,12 @@ def test_answers_name_the_budget_from_which_on_they_are_right(model):
     assert wrong
 
 
-@pytest.mark.parametrize("part", ["pooling", "answers", "tsp", "asl", "heads", "q_filters", "q_centres"])
+@pytest.mark.parametrize("part", [part for part in PARTS if part != "anchors"])
 def test_parts_can_be_measured_alone(model, part):
     options = Options(parts=(part,), kernels=(3,), windows=(4,), rule="argmin", max_layer=3, tsp_rate="50%")
     profile = measure(model, some_prompts(1), some_prompts(1, seed=2)[0], options=options)
     assert set(profile.measured) == {part}
-    arrays = {"heads": profile.heads, "q_filters": profile.q_filters, "q_centres": profile.q_centres}
+    arrays = {name: getattr(profile, name) for name in ("heads", "q_filters", "q_centres", "head_budgets")}
     assert {name for name, array in arrays.items() if array is not None} == {part} & arrays.keys()
     expected = {"pooling": {"snapkv", "fastkv", "asl"}, "tsp": {"fastkv"}, "asl": {"asl"}}.get(part, set())
     assert expected <= set(profile.parameters) and bool(expected) == bool(profile.parameters)
@@ -279,7 +280,7 @@ def test_a_profile_names_its_dtype_and_serves_in_another(
     assert code == 0, errors
 
 
-@pytest.mark.parametrize("parts", ["pooling,tsp", "heads", "q_filters", "q_centres", "asl"])
+@pytest.mark.parametrize("parts", ["pooling,tsp", "heads", "q_filters", "q_centres", "head_budgets", "asl"])
 def test_the_closing_hint_is_a_command_that_runs(cli, model_dir, text_file, tmp_path, parts):
     out = tmp_path / "a profile's file.json"
     given = ("--text", text_file, "--lengths", "250", "--prompts", "1", "--dtype", "float32", "--out", out)

@@ -45,6 +45,7 @@ def forecast(model: Any, prompts: Sequence[Prompt], options: Options) -> float:
         # Passes over a prompt: prefill, collecting queries, comparing settings, dropping tokens.
         passes = 2.2 + 1.5 * settings / 48 + 1.1 * ("asl" in options.parts) + 1.3 * ("answers" in options.parts)
         passes += 1.2 * ("anchors" in options.parts) + 1.1 * ("q_centres" in options.parts)
+        passes += 2.3 * ("head_budgets" in options.parts)
         passes += sum((layer + 1 + rate * (layers - layer - 1)) / layers for layer in found)
         seconds += passes * length * per_token + (settings + len(found)) / pooling.ROWS * answers
         seconds += alone * (ANSWER if prompt.answer is None else 1)

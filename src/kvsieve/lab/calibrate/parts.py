@@ -17,11 +17,12 @@ from kvsieve.lab.calibrate.heads import RetrievalScores, kept_by_streaming
 from kvsieve.lab.calibrate.options import ANSWER, BEGINNING, Options
 from kvsieve.lab.calibrate.prompts import Prompt
 from kvsieve.lab.calibrate.reading import following, greedy, read
+from kvsieve.lab.calibrate.utility import measured_budgets
 from kvsieve.methods import SnapKV
+from kvsieve.methods.lukv import SCORER
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.profiles import Fingerprint, numbers
-from kvsieve.planning.registry import list_methods, method_info
 from kvsieve.shared.prompt import read_shared
 from kvsieve.types import LayerContext
 
@@ -51,6 +52,7 @@ class Parts:
     heads: Any = None
     q_filters: Any = None
     q_centres: Any = None
+    head_budgets: Any = None
     done: int = 0
     total: int = 0
 
@@ -74,6 +76,7 @@ class Parts:
             + len(found) * ("tsp" in propagates)
             + ("anchors" in parts)
             + ("q_centres" in parts)
+            + ("head_budgets" in parts)
         )
         self.total = len(prompts) * per_prompt + ("q_filters" in parts)
         references = self._pooling(prompts, stops)
@@ -87,6 +90,8 @@ class Parts:
             self._anchors(references)
         if "q_centres" in parts:
             self._centres(references)
+        if "head_budgets" in parts:
+            self._budgets(references)
 
     @property
     def pooled(self) -> SnapKV:
@@ -301,28 +306,16 @@ class Parts:
         self.q_centres = numbers([[[_short(v) for v in head] for head in layer] for layer in found.tolist()], 3)
         self.measured["q_centres"] = {"queries": sum(one.shape[1] for one in ids)}
 
-    def parameters(self) -> dict[str, dict[str, Any]]:
-        """Return the parameters found for each method; the pooling applies to all that pool a window's attention."""
-        chosen = {name: getattr(self.pooled, name) for name in ("window", "kernel", "pooling")}
-        found: dict[str, dict[str, Any]] = {}
-        if "pooling" in self.measured:
-            # A method with its own window, such as RocketKV's first stage, keeps it.
-            takers = (method_info(name) for name in list_methods())
-            found = {
-                info.name: dict(chosen)
-                for info in takers
-                if info.derive is not None and chosen.keys() <= info.parameters.keys()
-            }
-        if "tsp" in self.measured:
-            rate = str(self.options.tsp_rate)
-            for name in ("fastkv", "claa", "staged"):
-                found[name] = {"tsp_layer": self.measured["tsp"]["layer"], "tsp_rate": rate, **chosen}
-        if "asl" in self.measured:
-            found["asl"] = {**{name: self.measured["asl"][name] for name in ("first", "tau", "observed")}, **chosen}
-        if "anchors" in self.measured:
-            anchors = self.measured["anchors"]
-            found["kascade"] = {"share": "/".join(map(str, anchors["layers"])), "anchor_heads": anchors["heads"]}
-        return found
+    def _budgets(self, references: Sequence[ReferenceAnswer]) -> None:
+        """Find the share of its entries that each head keeps at every budget."""
+        answers = [(reference.ids, reference.answer) for reference in references]
+        found = measured_budgets(self.model, answers, self.fingerprint, SCORER, lambda: self._step("pricing entries"))
+        if isinstance(found, str):
+            self.measured.setdefault("left_out", {})["head_budgets"] = found
+            return
+        self.head_budgets = numbers([[[_short(v) for v in head] for head in layer] for layer in found.tolist()], 3)
+        least, largest = map(_short, (found[..., 19].min().item(), found[..., 19].max().item()))
+        self.measured["head_budgets"] = {"budget": "20%", "least": least, "largest": largest}
 
 
 def _short(value: float) -> float | None:

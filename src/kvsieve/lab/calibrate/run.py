@@ -9,6 +9,7 @@ from typing import Any
 from kvsieve.hf.model.context import context_of
 from kvsieve.lab.calibrate.duration import forecast
 from kvsieve.lab.calibrate.options import Options
+from kvsieve.lab.calibrate.parameters import method_parameters
 from kvsieve.lab.calibrate.parts import Parts, Progress
 from kvsieve.lab.calibrate.prompts import Material, Prompt
 from kvsieve.lab.tasks.prompter import Prompter
@@ -73,10 +74,11 @@ def measure(
     text = {**(about or {}), "tokens": tokens, "seconds": round(time.perf_counter() - began, 1)}
     return Profile(
         fingerprint=run.fingerprint,
-        parameters=run.parameters(),
+        parameters=method_parameters(run.measured, run.pooled, run.options.tsp_rate),
         heads=run.heads,
         q_filters=run.q_filters,
         q_centres=run.q_centres,
+        head_budgets=run.head_budgets,
         measured=run.measured,
         text=text,
         environment=environment(model),

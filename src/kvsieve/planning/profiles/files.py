@@ -112,7 +112,7 @@ def profiles_of(model: Fingerprint) -> Iterator[tuple[str, Profile]]:
 
 
 def array_of(part: str, method: str, source: Profile | str | os.PathLike[str] | None) -> tuple[Any, Fingerprint | None]:
-    """Return the array "heads", "q_filters" or "q_centres" of a profile, and the profile's model.
+    """Return an array of a profile, such as "heads" or "q_filters", and the profile's model.
 
     () and None without a profile. Raises PlanError for a profile without the array.
     """
