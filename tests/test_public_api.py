@@ -40,14 +40,14 @@ SIEVE = """
         before_attention=None, on_leave=None, chunk=None, tentative=False), *, logits=0)
     feeds_one_by_one(self, cache, plan=None)
     generate(self, input_ids, attention_mask=None, *, cache=None, chunk=None, progress=None, protect=None, quotas=None,
-        question_tokens=None, reduce=True, measure=False, draft=None, grammar=None, **options)
+        question_tokens=None, reduce=None, measure=False, draft=None, grammar=None, **options)
     is_composite
     join(self, documents, before=None, *, kind='link', store=None, owner='', chunk=None, progress=None)
     kept(self, cache, input_ids, *, row=0, tokenizer=None)
     load(self, path, *, tokenizer=None)
     new_cache(self)
     prefill(self, input_ids, attention_mask=None, *, cache=None, chunk=None, progress=None, protect=None, quotas=None,
-        reduce=True)
+        reduce=None)
     run_pass(self, session, call, logits)
     save(self, cache, path, *, tokenizer=None, ids=None, extra=None, force=False)
     use_tokenizer(self, tokenizer)

@@ -53,17 +53,16 @@ class Prefilled:
     seconds: float
 
 
-def prefilled(sieve: Any, ids: Tensor, cache: Any = None, before: float = 0.0, *, reduce: bool = True) -> Prefilled:
+def prefilled(sieve: Any, ids: Tensor, cache: Any = None, before: float = 0.0) -> Prefilled:
     """Prefill the new tokens of a prompt int64 [1, N].
 
-    before: seconds that the cache took until now. reduce: see `Sieve.prefill`.
+    before: seconds that the cache took until now.
     """
     result = sieve.generate(
         ids,
         torch.ones_like(ids),
         cache=cache,
         chunk=CHUNK,
-        reduce=reduce,
         max_new_tokens=1,
         do_sample=False,
         repetition_penalty=1.0,

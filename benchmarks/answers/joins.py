@@ -12,9 +12,9 @@ for every question; seconds are those of the join and of the question, to the fi
 of the distributions at each token of full reading's greedy answer; scores are those of each kind's own greedy answer:
 word F1 for natural questions, else 1 if the answer names what was asked.
 
-With --compressed the documents are stored under a plan that compresses them without a question, which is then asked
-with reduce=False. --data is the folder of L-Eval's files; without it the natural questions are left out. Results go to
-benchmarks/results/joins.json; questions that it has are not run again.
+With --compressed the documents are stored under a plan that compresses them without a question. --data is the folder of
+L-Eval's files; without it the natural questions are left out. Results go to benchmarks/results/joins.json; questions
+that it has are not run again.
 """
 
 from __future__ import annotations
@@ -77,8 +77,7 @@ def begin(sieve: Any, prompt: Pieces, kind: str, store: PrefixStore) -> tuple[Pr
     ids = torch.cat([joined.ids, prompt.question], 1)
     again = joined.reread + prompt.question.shape[1]
     counts = {"tokens": ids.shape[1], "prefilled": again, "missing": joined.prefilled, "join_s": round(seconds, 4)}
-    # Compressed documents stay as they are: KVzip would repeat all of them with the question.
-    return prefilled(sieve, ids, joined.cache, seconds, reduce=sieve.plan.query_aware), counts
+    return prefilled(sieve, ids, joined.cache, seconds), counts
 
 
 class Question:

@@ -83,8 +83,16 @@ class EncodedDocuments:
 
 def join_facts(joined: Joined, documents: int) -> dict[str, Any]:
     """Return the numbers of a join, for JSON."""
-    names = ("kind", "found", "prefilled", "reused", "reread", "seconds")
-    return {"documents": documents, "tokens": joined.ids.shape[1], **{name: getattr(joined, name) for name in names}}
+    return {
+        "documents": documents,
+        "tokens": joined.ids.shape[1],
+        "kind": joined.kind,
+        "found": joined.found,
+        "prefilled": joined.prefilled,
+        "reused": joined.reused,
+        "reread": joined.reread,
+        "seconds": joined.seconds,
+    }
 
 
 def print_joins(results: Sequence[dict[str, Any]], name: str) -> None:

@@ -286,7 +286,7 @@ def why_not(model: AttachedModel) -> str | None:
 
 def unserved(sieve: Any, options: Mapping[str, Any]) -> str | None:
     """Return a clause why a store cannot serve a prompt under a plan with options of `generate`, or None."""
-    own = [name for name in _OWN if options.get(name) is not None] + ["reduce"] * (not options.get("reduce", True))
+    own = [name for name in _OWN if options.get(name) is not None] + ["reduce"] * (options.get("reduce") is False)
     if own:
         return f"{own[0]}= makes its reading the caller's own"
     return _plan_unserved(sieve.plan) or why_not(sieve)

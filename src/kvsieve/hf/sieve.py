@@ -74,7 +74,7 @@ class Sieve(AttachedModel):
         progress: Callable[[int, int], None] | None = None,
         protect: Sequence[Any] | None = None,
         quotas: Sequence[Any] | None = None,
-        reduce: bool = True,
+        reduce: bool | None = None,
     ) -> SieveCache:
         """Prefill a prompt, apply the plan to it and return the cache, ready for a next turn.
 
@@ -88,7 +88,8 @@ class Sieve(AttachedModel):
             protect: spans that are never evicted, ``[(0, 40)]``: half-open, in true tokens; one list, or one per row.
             quotas: spans with a minimum of entries per layer and head, ``[((0, 40), 10), ((40, 90), "20%")]``. Both
                 count in the budget, and hold as long as the cache is used.
-            reduce: False if the plan must not act on this turn's prompt.
+            reduce: False if the plan must not act on this turn's prompt. None for True, but False after joined
+                documents under a plan that would feed them again (KVzip).
 
         Raises:
             InputError: an empty, too long or wrongly padded prompt, or a span outside it or larger than the budget.
@@ -213,7 +214,7 @@ class Sieve(AttachedModel):
         protect: Sequence[Any] | None = None,
         quotas: Sequence[Any] | None = None,
         question_tokens: int | None = None,
-        reduce: bool = True,
+        reduce: bool | None = None,
         measure: bool = False,
         draft: Any = None,
         grammar: Grammar | None = None,

@@ -19,12 +19,14 @@ class EditRecord:
         reused: tokens that kept their entries in the last edit or join.
         reread: tokens prefilled by it, and by edits since the answer before.
         seen: columns after it; 0 before the first.
+        alone: True if the plan has acted on joined documents before their question.
     """
 
     spans: tuple[tuple[int, int], ...] = ()
     reused: int = 0
     reread: int = 0
     seen: int = 0
+    alone: bool = False
 
     def edited(self, source: Tensor, before: int, first: int, again: Iterable[tuple[int, int]]) -> EditRecord:
         """Return the record after an edit.
@@ -45,22 +47,23 @@ class EditRecord:
             marked[start:end] = False
             prefilled += end - start
         earlier = self.reread if self.seen == before else 0
-        return EditRecord(spans_of(marked), size - prefilled, earlier + prefilled, size)
+        return EditRecord(spans_of(marked), size - prefilled, earlier + prefilled, size, self.alone)
 
     @classmethod
-    def joined(cls, first: int, seen: int, again: Iterable[tuple[int, int]]) -> EditRecord:
+    def joined(cls, first: int, seen: int, again: Iterable[tuple[int, int]], alone: bool) -> EditRecord:
         """Return the record of a join.
 
         Args:
             first: columns with exact entries, up to the end of the first document.
             seen: columns of the join.
             again: half-open columns that were prefilled.
+            alone: see the class.
         """
-        return cls().edited(torch.arange(seen), seen, first, again)
+        return cls(alone=alone).edited(torch.arange(seen), seen, first, again)
 
     def without_counts(self) -> EditRecord:
-        """Return the columns of approximate entries alone."""
-        return EditRecord(self.spans)
+        """Return the columns of approximate entries; those of an exact conversation have no record."""
+        return EditRecord(self.spans, alone=self.alone and bool(self.spans))
 
     def up_to(self, seen: int) -> EditRecord:
         """Return the record of the first `seen` columns."""

@@ -14,14 +14,19 @@ _BLIND = (
     "{} chose what to keep before it knew this turn's question, which may need what is gone: for conversations take "
     "rocketkv-mt, which drops nothing, kvzip, which looks at no question, or full"
 )
+# Noted in every turn after a join.
+_ALONE = "{} compressed the joined documents without a question, and left this turn's tokens whole"
 
 
 def what_ran(plan: Plan, cache: SieveCache) -> tuple[bool, list[str]]:
     """Return True if every role of the plan acted on the turn's prompt, and notes on deviations from the request."""
     record = cache.turn.record
-    if plan.roles and not record.reduced:
+    left_whole = bool(plan.roles) and not record.reduced
+    alone = plan.probes and cache.conversation.edits.alone
+    if left_whole and not alone:
         return False, ["the plan did not act on this turn's prompt, as asked (reduce=False)"]
-    notes = _idle(plan, record)
+    evicted = bool(record.evicted) or (left_whole and cache.turn.reduced_before > 0)
+    notes = _idle(plan, record, evicted)
     blocks = record.blocks
     if plan.prefill is not None and blocks.computed == blocks.causal:
         notes.append(
@@ -33,6 +38,8 @@ def what_ran(plan: Plan, cache: SieveCache) -> tuple[bool, list[str]]:
             f"{plan.codec.block}"
         )
     applied = not notes
+    if left_whole and evicted:
+        notes.append(_ALONE.format(plan.name))
     if _goes_on_blindly(plan) and cache.turn.reduced_before == 1:
         notes.append(_BLIND.format(plan.name))
     reads = record.reads
@@ -51,11 +58,14 @@ def _goes_on_blindly(plan: Plan) -> bool:
     return plan.drops and plan.query_aware and plan.rest is None and not plan.shortens_prompt
 
 
-def _idle(plan: Plan, record: TurnRecord) -> list[str]:
-    """Return which roles had no effect on the turn's prompt and its answer's reads, and why."""
+def _idle(plan: Plan, record: TurnRecord, evicted: bool) -> list[str]:
+    """Return which roles had no effect on the turn's prompt and its answer's reads, and why.
+
+    evicted: entries of the prompt were dropped.
+    """
     tokens = record.prompt_tokens - record.question
     notes = []
-    if plan.evict is not None and not record.evicted:
+    if plan.evict is not None and not evicted:
         notes.append(f"nothing was evicted: the prompt's {tokens} tokens fit what must or may be kept")
     if plan.propagate is not None and record.propagated is None:
         notes.append(record.report.get("idle") or _ALL_WENT_ON)

@@ -132,6 +132,7 @@ class Joining:
         known = 0
         if self.seen:
             cache, known = self.reader.prefill(self.texts.ids[:, : self.seen], self._note(self.seen, self.seen))
+        cache.conversation.edits = EditRecord(alone=self.reader.ends)
         self.found = max(known - self.texts.start, 0)
         alone = max(first - max(known, self.texts.start), 0)
         return self._result(cache, alone, max(self.seen - max(known, first), 0))
@@ -171,7 +172,7 @@ class Joining:
             self._fill(cache, MovedEntries.joined(parts), self._note(most + again, most + again, most))
         cache.conversation.acted = tuple(sorted(acted))
         cache.conversation.note_approximate([self.kind.spec])
-        cache.conversation.edits = EditRecord.joined(self.first, self.seen, self.spans)
+        cache.conversation.edits = EditRecord.joined(self.first, self.seen, self.spans, self.reader.ends)
         cache.turn.record.evicted = evicted
         return self._result(cache, most - start - self.found, again)
 

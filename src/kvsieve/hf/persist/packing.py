@@ -117,6 +117,7 @@ def unpacked(value: Any, tensors: dict[str, Tensor], device: torch.device, readi
         "Conversation": {"acted", "tables", "ends", "position_shift", "ids", "approximate", "edits", "parallel"},
         "Turn": {"length"},
         "TurnRecord": {"blocks", "reread"},
+        "EditRecord": {"alone"},
     }.get(kind, set())
     if not fields.keys() - later <= facts.keys() <= fields.keys():
         raise ValueError(f"a {kind} of that version holds other facts")

@@ -53,7 +53,7 @@ def read_chunks(
     start = cache.num_seen
     end = input_ids.shape[1]
     total = end - start
-    acts = options.constraints.reduce and not question
+    acts = options.constraints.acts and not question
     # Earlier chunks of the prompt count as well.
     length = end - cache.turn.start if options.goes_on else total
     # Some models' recurrent layers compute a single token otherwise, and take one of padding for a true one.

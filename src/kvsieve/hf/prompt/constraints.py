@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,19 +24,35 @@ class PromptConstraints:
         protect: spans that are never evicted.
         quotas: spans with a number of entries that must stay.
         question_tokens: last tokens hidden from the plan.
-        reduce: False if the plan must not act on the prompt.
+        reduce: True if the plan acts on the prompt, False if it must not; None for the default, see `after_join`.
     """
 
     protect: Any = None
     quotas: Any = None
     question_tokens: int | None = None
-    reduce: bool = True
+    reduce: bool | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.reduce, bool):
+        if not (self.reduce is None or isinstance(self.reduce, bool)):
             raise InputError(
                 f"reduce is True, or False for a prompt that the plan leaves whole; got {short(self.reduce)}"
             )
+
+    @property
+    def acts(self) -> bool:
+        """True if the plan acts on the prompt."""
+        return self.reduce is not False
+
+    def after_join(self, plan: Plan, cache: SieveCache) -> PromptConstraints:
+        """Return them for a prompt that continues a cache.
+
+        A plan with probe passes, which has compressed joined documents before, by default leaves a question on them
+        whole: its passes would feed all documents again.
+        """
+        chosen = self.reduce is not None or self.question_tokens is not None
+        if chosen or not (plan.probes and cache.conversation.edits.alone):
+            return self
+        return dataclasses.replace(self, reduce=False)
 
     def checked_question(self, seen: int, mask: Tensor | None, length: int) -> int:
         """Return the last tokens of the prompt hidden from the plan; seen: columns before this turn.
@@ -49,7 +66,7 @@ class PromptConstraints:
             raise InputError(
                 f"question_tokens is the number of tokens at the prompt's end, at least 1; got {short(question)}"
             )
-        if not self.reduce:
+        if not self.acts:
             raise InputError(
                 "reduce=False keeps the whole prompt, so question_tokens= has no meaning; leave one of them out"
             )
@@ -71,7 +88,7 @@ class PromptConstraints:
         short_prompt = cache.conversation.short_prompt
         known = cache.conversation.protected if short_prompt is None else short_prompt.protected
         new = self._asked(token_numbers(mask, *shape))
-        if new is not None and cache.num_seen and not (plan.shortens_prompt and self.reduce):
+        if new is not None and cache.num_seen and not (plan.shortens_prompt and self.acts):
             _check_stored(cache, new)
         protected = new
         if known is not None:
@@ -105,14 +122,14 @@ class PromptConstraints:
                 f"quotas= needs an evictor that ranks entries by scores, which {type(evictor).__name__} does not; use "
                 "protect=, or another method"
             )
-        parts = [shape[1] - question] if self.reduce else []
+        parts = [shape[1] - question] if self.acts else []
         decodes = evictor is not None and evictor.when.steps is not None
         for width in dict.fromkeys([*parts, *([shape[1]] if decodes else [])]):
             lengths = [width] * shape[0] if mask is None else mask[:, :width].sum(-1).tolist()
             for row, (length, needed) in enumerate(zip(lengths, protected.needed(width), strict=True)):
                 where = f" of row {row}" if shape[0] > 1 else ""
                 read = length
-                if plan.shortens_prompt and plan.propagate is not None and self.reduce:
+                if plan.shortens_prompt and plan.propagate is not None and self.acts:
                     read = min(length, plan.propagate.reread_tokens(length))
                 if needed > read:
                     raise InputError(

@@ -45,12 +45,13 @@ def read_prompt(
         PlanError: the plan lacks a tokenizer.
     """
     plan = model.plan
-    constraints = options.constraints
     if isinstance(cache, SieveCache) and cache.conversation.half_read and not plan.shortens_prompt:
         options = dataclasses.replace(options, goes_on=True)
     _check_tokenizer(plan)
     check_callable("progress", options.progress)
     model.check_cache(cache)
+    constraints = options.constraints.after_join(plan, cache)
+    options = dataclasses.replace(options, constraints=constraints)
     ends = cache.conversation.ends
     if ends is not None:
         ends = cache.conversation.ends = ends.begin_turn(input_ids, cache.conversation.caller_length_and_mask()[0])
@@ -59,7 +60,7 @@ def read_prompt(
     length = input_ids.shape[1]
     conversation = cache.conversation
     asked = constraints.checked_question(conversation.caller_length_and_mask()[0], mask, length)
-    check_prompt(model, input_ids, mask, reduced=constraints.reduce, question=asked, window=options.window)
+    check_prompt(model, input_ids, mask, reduced=constraints.acts, question=asked, window=options.window)
     question = question_columns(mask, asked)
     check_chunk(options.chunk)
     protected = constraints.protected_tokens(plan, cache, mask, input_ids.shape, question)
@@ -70,7 +71,7 @@ def read_prompt(
         context = input_ids[:, :-question]
         context_mask = None if mask is None else mask[:, :-question]
     first = dataclasses.replace(options, leave_last=options.leave_last and not question)
-    again = plan.shortens_prompt and (constraints.reduce or conversation.short_prompt is None)
+    again = plan.shortens_prompt and (constraints.acts or conversation.short_prompt is None)
     reread = 0
     if not again and model.facts.tables.depend:
         reread = forget_other_tables(model, cache, length_in_cache(cache, length, mask))

@@ -64,7 +64,7 @@ def read_short_prompt(
     token_index, real = _true_tokens(input_ids, mask)
     lengths = tuple(real.sum(-1).tolist())
     propagator = model.plan.propagate
-    reduce = options.constraints.reduce
+    reduce = options.constraints.acts
     plan = _plan_after(model.plan)
     report: dict[str, Any] = {"idle": _IDLE}
     wanted = lengths

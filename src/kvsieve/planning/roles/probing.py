@@ -77,8 +77,8 @@ class ProbingEvictor(Evictor):
     """An evictor with temporary passes of its own before a prompt is complete.
 
     They run before the prompt's last ``max(1, window)`` tokens, and only if entries must be dropped: a `select` without
-    the results of probing keeps everything. Such a plan needs a driver (``sieve.generate``, ``sieve.prefill``) and
-    cannot be combined with propagation.
+    the results of probing keeps everything. They do not run for a question on joined documents that it has reduced
+    before. Such a plan needs a driver (``sieve.generate``, ``sieve.prefill``) and cannot be combined with propagation.
     """
 
     @property
