@@ -47,7 +47,7 @@ MORE = {
     "zigzagkv": (ONCE, 2),
 }
 # These move a prompt's tokens to and fro between passes.
-ELSEWHERE = ("attentionmatching", "finch", "kvcompose", "kvzip", "per-layer", "rerotation")
+ELSEWHERE = ("attentionmatching", "finch", "kvcompose", "kvsquared", "kvzip", "per-layer", "rerotation")
 METHODS = [name for name in kvsieve.list_methods() if not kvsieve.method_info(name).is_codec and name not in ELSEWHERE]
 
 

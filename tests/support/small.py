@@ -50,6 +50,7 @@ PARAMETERS = {
     "infllm": {"local": 4, "block": 4},
     "kvcompose": {"chunk_length": 24},
     "kvmerger": {"recent": 0.3},
+    "kvsquared": {"chunk_length": 32},
     "kvzip": {"chunk_length": 64, "repeat_ids": (), "go_on_ids": (), "answer_ids": ()},
     "minference": BLOCKS,
     # Its own filters leave nothing to share in a tiny model.

@@ -48,6 +48,7 @@ from kvsieve.methods import (
     kvcompose,
     kvcrush,
     kvmerger,
+    kvsquared,
     kvzip,
     lacache,
     lagkv,
@@ -135,6 +136,7 @@ from kvsieve.methods.knorm import KNorm
 from kvsieve.methods.kvcompose import KVCompose
 from kvsieve.methods.kvcrush import KVCrush
 from kvsieve.methods.kvmerger import KVMerger
+from kvsieve.methods.kvsquared import KVSquared
 from kvsieve.methods.kvzip import KVzip
 from kvsieve.methods.lacache import LaCache
 from kvsieve.methods.lagkv import LagKV
@@ -223,6 +225,7 @@ __all__ = [
     "KVCompose",
     "KVCrush",
     "KVMerger",
+    "KVSquared",
     "KVzip",
     "Kascade",
     "KeyDiff",
@@ -311,6 +314,7 @@ __all__ = [
     "kvcompose",
     "kvcrush",
     "kvmerger",
+    "kvsquared",
     "kvzip",
     "lacache",
     "lagkv",
