@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvsieve
-from fuzz_gguf import Source, run_case
+from fuzz_gguf import Source, outcome, run_case
 from kvsieve.models import ModelLoadError
 from kvsieve.models.gguf.file import GgufFile
 from kvsieve.models.source import checkpoint_source
@@ -110,6 +110,29 @@ def test_transformers_never_sees_it(message, whole, tmp_path):
     file.write_bytes(DAMAGE[message](whole.read_bytes()))
     with pytest.raises(ModelLoadError, match=message):
         checkpoint_source(str(file))
+
+
+VALUES = {
+    "a number": struct.pack("<II", 4, 2**31),
+    "a fraction": struct.pack("<If", 6, 0.5),
+    "a text": struct.pack("<I", 8) + text("x"),
+    "numbers": struct.pack("<IIQ3I", 9, 4, 3, 1, 0, 7),
+    "texts": struct.pack("<IIQ", 9, 8, 1) + text("x"),
+}
+TEMPLATES = ("tokenizer.chat_template", "tokenizer.chat_templates", "llama.rope.scaling.factor")
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_a_value_of_another_type_is_refused_by_name_or_harmless(kind, whole, tmp_path):
+    data, file = whole.read_bytes(), tmp_path / "other.gguf"
+    for key in (*GgufFile(whole), *TEMPLATES):
+        own = data.replace(text(key), text("x" * len(key)))
+        more = text(key) + VALUES[kind]
+        gap = -len(more) % 32
+        padding = text("padding.") + struct.pack("<IIQ", 9, 0, gap) + bytes(gap)
+        count = struct.unpack_from("<Q", data, 16)[0] + 2
+        file.write_bytes(own[:16] + struct.pack("<Q", count) + more + padding + own[24:])
+        assert (len(more) + len(padding)) % 32 == 0 and outcome(file), key
 
 
 def test_drawn_damage_is_refused_or_loads(tmp_path):

@@ -285,9 +285,24 @@ def test_what_cannot_be_packed_is_refused(folder, monkeypatch):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelLoadError, match="float32 or bfloat16, got dtype torch.float16"):
         load(folder, dtype=torch.float16)
+    assert files() == []
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match=r"package gguf; run `pip install 'kvsieve\[gguf\]'`"):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("weights", "images", "message"),
+    [
+        ("expand", False, "'expand' dequantizes a .gguf file, and .* is none: leave weights out"),
+        ("int4", True, "weights='int4' packs the text part of a model only, got images=True"),
+        ("blocks", False, "weights must be None, 'expand', 'int8' or 'int4', got 'blocks'"),
+    ],
+)
+def test_a_form_that_would_have_no_effect_is_refused(folder, weights, images, message):
+    for name in (folder, None):
+        with pytest.raises(ModelLoadError, match=message):
+            kvsieve.models.load(name, torch.float32, "cpu", weights, images)
 
 
 def test_what_stays_as_it_is_is_told(saved):

@@ -8,6 +8,7 @@ import re
 import httpx
 import jsonschema
 import openai
+import pydantic
 import pytest
 
 from grammar_bombs import GRAMMARS, member, sources
@@ -17,6 +18,7 @@ from kvsieve.planning.grammars import Grammar
 from kvsieve.serve.grammars import Grammars
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.run import ServerOptions, application
+from kvsieve.serve.schema import ChatRequest
 from served_apps import listening
 from tiny_models import build
 from toy_bytes import byte_chats
@@ -101,12 +103,68 @@ def test_both_endpoints_take_expressions_and_grammars(client, more, pattern):
         ({"response_format": {"type": "json_schema"}}, "needs the member json_schema", "response_format"),
         ({"response_format": {"type": "xml"}}, "response_format", "response_format.type"),
         ({"grammar": "start: %%"}, "grammar: the grammar cannot be compiled", "grammar"),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "a schema has no effect", "response_format"),
+        ({"response_format": {**FORMAT, "type": "text"}}, "a json_schema has no effect", "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "it", "shema": SCHEMA}}},
+            "no such parameter",
+            "response_format.json_schema.shema",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "paramters": SCHEMA}}]},
+            "no such parameter",
+            "tools.0.function.paramters",
+        ),
+        ({"text": {"format": {"type": "json_object", "schema": SCHEMA}}}, "a schema has no effect", "text.format"),
+        (
+            {"input": "Say it.", "tools": [{"type": "function", "name": "f", "input_schema": SCHEMA}]},
+            "no such parameter",
+            "tools.0.input_schema",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(url, more, message, param):
-    reply = httpx.post(f"{url}/v1/chat/completions", json={**SAMPLED, "messages": QUESTION, **more}, timeout=60)
+    path, body = ("chat/completions", {**SAMPLED, "messages": QUESTION, **more})
+    if more.keys() & {"text", "input"}:
+        path, body = ("responses", {"model": "tiny", "input": "Say it.", **more})
+    reply = httpx.post(f"{url}/v1/{path}", json=body, timeout=60)
     error = reply.json()["error"]
-    assert reply.status_code == 400 and message in error["message"] and error["param"] == param
+    assert reply.status_code == 400 and message in error["message"] and error["param"] == param, error
+
+
+class Parsed(pydantic.BaseModel):
+    ok: bool
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+def test_what_openais_client_has_parsed_can_be_sent_back(client):
+    chat = client.chat.completions.parse(**SAMPLED, messages=QUESTION, response_format=Parsed).choices[0].message
+    assert isinstance(chat.parsed, Parsed)
+    assert client.chat.completions.create(model="tiny", max_tokens=2, messages=[*QUESTION, chat, *QUESTION]).choices
+    said = client.responses.parse(model="tiny", input="Say it.", max_output_tokens=60, text_format=Parsed)
+    assert isinstance(said.output_parsed, Parsed)
+    again = client.responses.create(model="tiny", max_output_tokens=2, input=[*QUESTION, *said.output, *QUESTION])
+    assert again.output
+
+
+@pytest.mark.parametrize("name", ["regex", "grammar", "response_format"])
+def test_a_forced_call_is_the_whole_answer(name):
+    grammars = Grammars(byte_chats())
+    given = {"regex": "a|b", "grammar": 'start: "a"', "response_format": FORMAT}[name]
+    request = ChatRequest(model="tiny", messages=QUESTION, **{name: given})
+
+    def calls():
+        return 'start: "{}"'
+
+    try:
+        if name == "response_format":
+            forced = grammars.compiled("tool_choice", lambda: Grammar.lark(calls()))
+            assert grammars.of(request, calls=calls) is forced
+            return
+        with pytest.raises(InputError, match=f"tool_choice and {name} are both the form of the whole answer"):
+            grammars.of(request, calls=calls)
+    finally:
+        grammars.close()
 
 
 def test_a_grammar_that_ends_the_trying_process_ends_nothing_else(monkeypatch):

@@ -8,6 +8,7 @@ import random
 import pytest
 
 import call_templates as templates
+from kvsieve.errors import InputError
 from kvsieve.planning.turns import render
 from kvsieve.serve.parsers.deepseek import DeepSeekCalls
 from kvsieve.serve.parsers.form import AnswerForm
@@ -478,3 +479,24 @@ def test_forced_calls_follow_free_reasoning(opened):
             assert matcher.allowed(tokenizer("Text")["input_ids"]) == 0
             assert all(matcher.take(token) for token in tokenizer(f"\n\n{behind}")["input_ids"])
             assert matcher.take(tokenizer.eos_token_id)
+
+
+MALFORMED = {
+    "properties": {"properties": ["a"]},
+    "required": {"properties": {"a": {"type": "string"}}, "required": True},
+    "enum": {"properties": {"a": {"type": "string", "enum": 5}}},
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+@pytest.mark.parametrize("name", ["qwen coder", "glm", "function gemma", "gemma 4"])
+def test_schemas_of_no_kind_are_refused_where_calls_are_forced_and_else_say_nothing(name, what):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": MALFORMED[what]}}]
+    forms = {"function gemma": FUNCTION_GEMMA, "gemma 4": GEMMA_4}
+    form = forms.get(name) or TaggedCalls({"qwen coder": QWEN_CODER, "glm": GLM}[name], schemas_of(tools))
+    with pytest.raises(InputError, match=what):
+        AnswerForm(form).forced_calls({}, tools)
+    parts = {"qwen coder": coder, "glm": glm}.get(name)
+    if parts is not None:
+        answer = WholeAnswer(form.parser().add(parts("add", {"a": 1}), last=True))
+        assert [call.name for call in answer.calls] == ["add"] and "a" in json.loads(answer.calls[0].arguments)

@@ -6,12 +6,13 @@ import json
 from dataclasses import dataclass
 
 import anthropic
+import httpx
 import openai
 import pytest
 
 from kvsieve.serve.run import ServerOptions, application
 from served_apps import listening
-from toy_tools import scripted, tools_tokenizer
+from toy_tools import RESULT, scripted, tools_tokenizer
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 FUNCTION = {"name": "add", "description": "Adds.", "parameters": PARAMETERS}
@@ -122,3 +123,56 @@ def test_protocols_agree(url, case, protocol):
     for stream in (False, True):
         answer = PROTOCOLS[protocol](url, has_result, limit, stream)
         assert answer == reference and (answer.text, answer.calls, answer.end) == expected
+
+
+@pytest.fixture(scope="module")
+def controlled():
+    """A server of a model that writes "The sum is 5.", in which "sum" is a control token."""
+    tokenizer = tools_tokenizer(controls=["sum"])
+    with application(scripted(tokenizer), tokenizer, ServerOptions(), "scripted") as app, listening(app) as address:
+        yield f"{address}/v1"
+
+
+CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+RESULTS = {
+    "messages": [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "call00001", "content": "5"},
+    ]
+}
+USED = {
+    "messages": [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "call00001", "name": "add", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call00001", "content": "5"}]},
+    ]
+}
+STOPPED = {
+    "chat/completions": (RESULTS, "stop"),
+    "chat/completions, ignoring the end": ({**RESULTS, "ignore_eos": True}, "stop"),
+    "completions": ({"prompt": RESULT}, "stop"),
+    "completions, ignoring the end": ({"prompt": RESULT, "ignore_eos": True}, "stop"),
+    "messages": (USED, "stop_sequences"),
+}
+
+
+@pytest.mark.parametrize("case", STOPPED)
+def test_a_control_token_that_is_a_stop_ends_the_answer_and_is_named(controlled, case):
+    more, member = STOPPED[case]
+    body = {"model": "scripted", "max_tokens": 6, **more}
+    path = case.partition(",")[0]
+    plain, stopped = (
+        httpx.post(f"{controlled}/{path}", json={**body, **stops}, timeout=60).json()
+        for stops in ({}, {member: ["sum"]})
+    )
+    if path == "messages":
+        found = [(one["content"][0]["text"], one["stop_reason"], one["stop_sequence"]) for one in (plain, stopped)]
+        ends = ("end_turn", None), ("stop_sequence", "sum")
+    else:
+        choices = [one["choices"][0] for one in (plain, stopped)]
+        texts = [one["message"]["content"] if "message" in one else one["text"] for one in choices]
+        found = [(text, one["finish_reason"]) for text, one in zip(texts, choices, strict=True)]
+        ends = ("length" if "ignore_eos" in more else "stop",), ("stop",)
+    assert found[0][0].split()[:3] == ["The", "is", "5."] and found[1][0].split() == ["The"]
+    assert tuple(one[1:] for one in found) == ends

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvsieve.models.fetch import ModelLoadError, ModelNotFoundError, cache_dir, fetch_demo
-from kvsieve.models.source import check_packing, check_weights, checkpoint_source, keeps_blocks, load_error
+from kvsieve.models.source import check_weights, check_weights_form, checkpoint_source, keeps_blocks, load_error
 
 if TYPE_CHECKING:
     import torch
@@ -71,8 +71,8 @@ def _load(
 
     from kvsieve.models import demo
 
+    check_weights_form(name, weights, device.type, images)
     if weights is not None and weights != "expand":
-        check_packing(name, weights, device.type)
         from kvsieve.models.packed import load_packed
 
         name = str(demo.demo_checkpoint()) if name is None else name

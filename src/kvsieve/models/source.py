@@ -49,6 +49,8 @@ def checkpoint_source(name: str) -> tuple[str, dict[str, Any]]:
     return (str(path) if local else name), {"local_files_only": local}
 
 
+# Forms that checkpoints are packed into.
+_PACKED = ("int8", "int4")
 # Files of a checkpoint.
 _FILES = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model")
 
@@ -97,14 +99,31 @@ def keeps_blocks(name: str, weights: str | None, device: str) -> bool:
     return False
 
 
-def check_packing(name: str | os.PathLike[str] | None, weights: str, device: str) -> None:
-    """Raise ModelLoadError unless weights of a checkpoint can be packed. device: its kind."""
-    if weights not in ("int8", "int4"):
-        raise ModelLoadError(f"weights must be None, 'expand', 'int8' or 'int4', got {short(weights)}")
-    if name is not None and os.fspath(name).endswith(".gguf"):
+def check_weights_form(name: str | None, weights: str | None, device: str, images: bool) -> None:
+    """Raise ModelLoadError unless the weights of a model can be loaded in a form.
+
+    Args:
+        name: of the model; None for the demo model.
+        weights: of `kvsieve.models.load`.
+        device: kind of the device.
+        images: the parts that read images are wanted.
+    """
+    stored = name is not None and name.endswith(".gguf")
+    if images and (stored or weights in _PACKED):
+        form = "a .gguf file has" if stored else f"weights={weights!r} packs"
+        raise ModelLoadError(f"{form} the text part of a model only, got images=True for {name!r}: leave images out")
+    if weights is None or (weights == "expand" and stored):
+        return
+    if weights == "expand":
         raise ModelLoadError(
-            f"{os.fspath(name)!r} is already quantized: leave weights={weights!r} out to compute with its blocks, or "
-            "use 'expand'"
+            f"weights='expand' dequantizes a .gguf file, and {name or 'the demo model'} is none: leave weights out, or "
+            "use 'int8' or 'int4'"
+        )
+    if weights not in _PACKED:
+        raise ModelLoadError(f"weights must be None, 'expand', 'int8' or 'int4', got {short(weights)}")
+    if stored:
+        raise ModelLoadError(
+            f"{name!r} is already quantized: leave weights={weights!r} out to compute with its blocks, or use 'expand'"
         )
     if device != "cpu":
         raise ModelLoadError(

@@ -36,32 +36,38 @@ class Grammars:
         self._trial: subprocess.Popen[str] | None = None
 
     def of(
-        self, request: CommonRequest, placed: Callable[[Grammar], Grammar] = lambda grammar: grammar
+        self,
+        request: CommonRequest,
+        placed: Callable[[Grammar], Grammar] = lambda grammar: grammar,
+        calls: Callable[[], str] | None = None,
     ) -> CompiledGrammar | None:
         """Return the grammar of the answers to a request, or None.
 
         Args:
             request: of any kind.
             placed: returns the grammar behind the model's reasoning, if it reasons.
+            calls: returns the Lark grammar of forced calls, with which a response format has no effect; None for none.
 
         Raises:
             InputError: more than one is given, or one that cannot be compiled.
             BusyError: grammars of others are compiled for too long.
         """
         given: dict[str, Callable[[], Grammar]] = {}
+        if calls is not None:
+            given["tool_choice"] = lambda: Grammar.lark(calls())
         if (text := request.grammar) is not None:
-            given["grammar"] = lambda: Grammar.lark(text)
+            given["grammar"] = lambda: placed(Grammar.lark(text))
         if (pattern := request.regex) is not None:
-            given["regex"] = lambda: Grammar.regex(pattern)
+            given["regex"] = lambda: placed(Grammar.regex(pattern))
         form = request.response_format if isinstance(request, ChatRequest) else None
-        if form is not None and form.type != "text":
-            given["response_format"] = lambda: _of_format(form)
+        if form is not None and form.type != "text" and calls is None:
+            given["response_format"] = lambda: placed(_of_format(form))
         if len(given) > 1:
             raise InputError(f"{' and '.join(given)} are both the form of the whole answer; leave one of them out")
         if not given:
             return None
         ((name, make),) = given.items()
-        return self.compiled(name, lambda: placed(make()))
+        return self.compiled(name, make)
 
     def compiled(self, name: str, make: Callable[[], Grammar]) -> CompiledGrammar:
         """Compile the grammar that `make` returns; errors begin with `name`, the request's member. See `of`."""

@@ -152,8 +152,8 @@ class Preparer:
         order = replace(order, edits=self.plans.edits_of(request.kv, chain), chain=chain, documents=documents)
         constraints = PromptConstraints(spans, None, question)
         grammar = self._grammar(request, form, tools)
-        order = replace(order, constraints=constraints, form=form, shown=shown, reasoning=reasoning, grammar=grammar)
-        return replace(order, progress=bool(request.return_progress), images=images)
+        order = replace(order, constraints=constraints, form=form, reasoning=reasoning, grammar=grammar)
+        return replace(order, shown=order.shown | shown, progress=bool(request.return_progress), images=images)
 
     def _with_images(
         self,
@@ -188,15 +188,14 @@ class Preparer:
                 "tool_choice: the model's chat template writes calls in no form that is known here, so none can be "
                 "forced; leave it out"
             )
-        if forced:
-            return self.grammars.compiled("tool_choice", lambda: Grammar.lark(form.forced_calls(self._added, forced)))
 
         def placed(grammar: Grammar) -> Grammar:
             if form.calls is None and form.reasoning is None:
                 return grammar
             return Grammar.lark(form.matching(self._added, grammar.symbol, tools))
 
-        return self.grammars.of(request, placed)
+        calls = partial(form.forced_calls, self._added, forced) if forced else None
+        return self.grammars.of(request, placed, calls)
 
     def completion(self, request: CompletionRequest, owner: str) -> list[Order]:
         """Return the orders of a completion, one per prompt. Raises InputError, PlanError."""
@@ -299,8 +298,9 @@ class Preparer:
             sampling=self._sampling(request, logprobs),
             answers=answers,
             stops=(*stops, *self._stop_texts),
-            # Texts of answers have no control tokens but those of the form.
-            stop_ids=self._stops.union(self._controls[stop] for stop in stops if stop in self._controls),
+            # Texts of answers have no control tokens but those of the form, and those that are stops.
+            stop_ids=self._stops,
+            shown=frozenset(self._controls[stop] for stop in stops if stop in self._controls),
             owner=owner,
             session=None if kv is None else kv.session,
             bins=0 if kv is None else kv.map or 0,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from kvsieve.serve.bodies import JsonShape
 
@@ -137,6 +138,14 @@ class ToolCall(BaseModel):
     function: FunctionCall
 
 
+def check_no_schema(form: dict[str, Any], place: str) -> None:
+    """Refuse a schema in a form of the answer whose type has none. place: of schemas, for the error."""
+    name = next((name for name in ("schema", "json_schema") if form.get(name) is not None), None)
+    if name is not None:
+        fault = "a {name} has no effect with the type {type}; send the type json_schema with {place}"
+        raise PydanticCustomError("refused", fault, {"name": name, "type": form["type"], "place": place})
+
+
 class ImageURL(BaseModel):
     """An image as a data URL, data:image/png;base64,... The detail has no effect: the processor chooses sizes."""
 
@@ -158,7 +167,12 @@ class ContentPart(BaseModel):
 
 
 class ChatMessage(Strict):
-    """A message of a chat. reasoning_content: of an earlier answer, as it was returned."""
+    """A message of a chat.
+
+    Attributes:
+        reasoning_content: of an earlier answer, as it was returned.
+        parsed: content that OpenAI's client has parsed; has no effect.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
@@ -167,13 +181,14 @@ class ChatMessage(Strict):
     tool_call_id: Annotated[str, Field(max_length=200)] | None = None
     refusal: Text | None = None
     reasoning_content: Text | None = None
+    parsed: Any = None
     audio: None = None
     function_call: None = None
     annotations: list[Any] | None = None
 
 
-class Function(BaseModel):
-    """A function that the model may call."""
+class Function(Strict):
+    """A function that the model may call. strict: has no effect; forced calls are valid in any case."""
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
     description: Text | None = None
@@ -181,27 +196,27 @@ class Function(BaseModel):
     strict: bool | None = None
 
 
-class Tool(BaseModel):
+class Tool(Strict):
     """A tool that the model may call."""
 
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(BaseModel):
+class NamedFunction(Strict):
     """A tool by its name."""
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
 
 
-class NamedTool(BaseModel):
+class NamedTool(Strict):
     """The tool that the answer must call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Strict):
     """A JSON schema that the answer matches. The name and the description have no effect."""
 
     name: Annotated[str, Field(max_length=200)] | None = None
@@ -210,11 +225,19 @@ class JsonSchema(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Strict):
     """The form of the answer: text, a JSON object, or JSON that matches a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_its_schema(cls, value: Any) -> Any:
+        """Refuse schemas that would have no effect."""
+        if isinstance(value, dict) and value.get("type") in ("text", "json_object"):
+            check_no_schema(value, '"json_schema": {"schema": ...}')
+        return value
 
 
 class ChatRequest(CommonRequest):

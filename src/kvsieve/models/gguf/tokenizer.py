@@ -43,7 +43,7 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     kind = file.get("tokenizer.ggml.model")
-    build = _BUILDERS.get(kind)
+    build = _BUILDERS.get(kind) if isinstance(kind, str) else None
     if build is None:
         raise _error(file, f"its tokenizer.ggml.model is {short(kind)}", f"one of {', '.join(_BUILDERS)}")
     words = _words(file)
@@ -148,7 +148,7 @@ def splitting_of(file: GgufFile) -> Splitting:
             stacklevel=2,
         )
         name = "default"
-    if name not in SPLITTINGS:
+    if not isinstance(name, str) or name not in SPLITTINGS:
         known = ", ".join(sorted(SPLITTINGS))
         raise _error(file, f"its tokenizer.ggml.pre is {short(name)}", f"one of {known}")
     return SPLITTINGS[name]
@@ -291,12 +291,23 @@ def _kinds(file: GgufFile, count: int) -> list[int]:
 
 
 def _chat_template(file: GgufFile) -> str | dict[str, str] | None:
-    template: str | None = file.get("tokenizer.chat_template")
-    named = {name: file.get(f"tokenizer.chat_template.{name}") for name in file.get("tokenizer.chat_templates", [])}
-    named = {name: text for name, text in named.items() if text}
+    template = _template(file, "tokenizer.chat_template")
+    names = file.get("tokenizer.chat_templates", [])
+    if not isinstance(names, list):
+        raise _error(file, f"its tokenizer.chat_templates is {short(names)}", "a list of names")
+    found = {str(name): _template(file, f"tokenizer.chat_template.{name}") for name in names}
+    named = {name: text for name, text in found.items() if text}
     if not named:
         return template or None
     return named if template is None else {"default": template, **named}
+
+
+def _template(file: GgufFile, key: str) -> str | None:
+    """Return the template of a key, or None. Raises ModelLoadError for another kind of value."""
+    text = file.get(key)
+    if text is None or isinstance(text, str):
+        return text
+    raise _error(file, f"its {key} is {short(text)}", "a text")
 
 
 def _error(file: GgufFile, found: str, expected: str) -> ModelLoadError:

@@ -18,7 +18,7 @@ from kvsieve.models.source import check_weights, checkpoint_source, load_error
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from kvsieve.kernels.cpu.quantized import QuantizedMatrix
     from kvsieve.models.packed.hooks import Pass
@@ -52,7 +52,9 @@ def load_packed(name: str, dtype: torch.dtype | str, weights: Weights) -> PreTra
     """
     source, options = checkpoint_source(name)
     check_weights(name)
-    _refuse(name, source, options, weights)
+    config = _config(name, source, options, weights)
+    # Before the checkpoint is packed, which takes long.
+    _check_dtype(config.dtype if dtype == "auto" else dtype)
     path = packed_dir() / f"{Path(source).name}-{weights}-{_identity(source, options, weights)}.gguf"
     checkpoint = _Checkpoint(name, source, options, weights, path)
     matrices = _opened(path)
@@ -84,15 +86,10 @@ class _MappingPass:
         self.plain: dict[str, int] = {}
 
     def begin(self, model: PreTrainedModel) -> None:
-        import torch
-
         from kvsieve.models.packed.layout import layout_of, put_in
 
         dtype = model.dtype
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise ModelLoadError(
-                f"packed weights are computed with in float32 or bfloat16, got dtype {dtype}: ask for one of these"
-            )
+        _check_dtype(dtype)
         layout = layout_of(model, self.weights)
         found = {name: (matrix.kind, (matrix.width, matrix.inner)) for name, matrix in self.matrices.items()}
         if found != {name: tuple(weight) for name, weight in layout.packed.items()}:
@@ -172,8 +169,8 @@ class _Checkpoint:
             raise load_error(f"cannot load {self.name!r}", self.options, exc) from exc
 
 
-def _refuse(name: str, source: str, options: dict[str, Any], weights: Weights) -> None:
-    """Raise ModelLoadError for checkpoints that cannot be packed."""
+def _config(name: str, source: str, options: dict[str, Any], weights: Weights) -> PreTrainedConfig:
+    """Return the configuration of a checkpoint. Raises ModelLoadError for checkpoints that cannot be packed."""
     import importlib.util
 
     from transformers import AutoConfig
@@ -190,6 +187,17 @@ def _refuse(name: str, source: str, options: dict[str, Any], weights: Weights) -
                 f"{name!r} is quantized already ({found.get('quant_method', 'in a format of its own')}): leave "
                 f"weights={weights!r} out, or name a checkpoint with plain weights"
             )
+    return config
+
+
+def _check_dtype(dtype: torch.dtype | str | None) -> None:
+    """Raise ModelLoadError for a dtype that packed weights are not computed with; one that is not known yet passes."""
+    import torch
+
+    if isinstance(dtype, torch.dtype) and dtype not in (torch.float32, torch.bfloat16):
+        raise ModelLoadError(
+            f"packed weights are computed with in float32 or bfloat16, got dtype {dtype}: ask for one of these"
+        )
 
 
 def _refuse_to_save(name: str, *_: Any, **__: Any) -> None:

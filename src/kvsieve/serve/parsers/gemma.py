@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsieve.serve.parsers.form import AnswerParser, CallForm, Tools
-from kvsieve.serve.parsers.lark import Rules, parameters_of, quoted
+from kvsieve.serve.parsers.lark import Rules, members_of, options_of, parameters_of, quoted
 from kvsieve.serve.parsers.steps import NamedParser, held_back
 from kvsieve.serve.parsers.typed import kinds_of
 from kvsieve.serve.pieces import Piece
@@ -54,8 +54,8 @@ class GemmaCalls(CallForm):
 
         Required members come first, so that commas are between members only.
         """
-        members = schema.get("properties", {})
-        required = [name for name in members if name in schema.get("required", ())]
+        members, names = members_of(schema)
+        required = [name for name in members if name in names]
         parts = {name: f"{quoted(name + ':')} {self._value(rules, members[name], whole)}" for name in members}
         optional = [name for name in members if name not in required]
         if required:
@@ -76,7 +76,7 @@ class GemmaCalls(CallForm):
         kinds = kinds_of(schema) or frozenset()
         quote = rules.text(self.quote)
         if kinds == _STRING:
-            listed = schema.get("enum")
+            listed = options_of(schema)
             if listed:
                 return f"{quote} {rules.any_of([rules.text(str(value)) for value in listed])} {quote}"
             return f"{quote} {rules.until(self.quote)}"

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from kvsieve.errors import InputError, short
+
 # JSON as templates write it, so that no answer is an endless run of white space.
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _DEFINITIONS = ("$defs", "definitions")
@@ -74,3 +76,26 @@ def parameters_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of a tool's parameters, an object without members that it does not name."""
     schema = dict(tool["function"].get("parameters") or {})
     return {"type": "object", "properties": {}, "additionalProperties": False, **schema}
+
+
+def members_of(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """Return the schemas of an object's members by name, and the names of those that it must have.
+
+    Raises InputError for properties that are no object, and required names that are no list.
+    """
+    members = schema.get("properties", {})
+    required = schema.get("required", [])
+    if not isinstance(members, Mapping) or not isinstance(required, list):
+        raise InputError(
+            f"the properties of an object's schema are an object and `required` is a list of their names, got "
+            f"{short(members)} and {short(required)}"
+        )
+    return members, required
+
+
+def options_of(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Return the only values that a schema allows; None if it does not list them. Raises InputError for no list."""
+    listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if listed is not None and not (isinstance(listed, list) and listed):
+        raise InputError(f"the `enum` of a schema is a list of values, got {short(listed)}")
+    return listed

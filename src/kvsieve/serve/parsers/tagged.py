@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvsieve.serve.parsers.form import AnswerParser, CallForm, Tools
-from kvsieve.serve.parsers.lark import Rules, parameters_of, quoted
+from kvsieve.serve.parsers.lark import Rules, members_of, options_of, parameters_of, quoted
 from kvsieve.serve.parsers.steps import CallParser, Step, held_back
 from kvsieve.serve.parsers.typed import kinds_of, typed
 from kvsieve.serve.pieces import Piece
@@ -105,10 +105,11 @@ class TaggedCalls(CallForm):
         """Return the expressions of the parameters that a schema names, in its order."""
         tags = self.tags
         out = []
-        for name, own in schema["properties"].items():
+        members, required = members_of(schema)
+        for name, own in members.items():
             head = rules.text(f"{tags.key}{name}{tags.value}{tags.line}")
             part = rules.rule(f"{head} {self._value(rules, own, schema)} {quoted(chr(10))}")
-            out.append(part if name in schema.get("required", ()) else f"{part}?")
+            out.append(part if name in required else f"{part}?")
         return out
 
     def _value(self, rules: Rules, schema: Any, whole: Mapping[str, Any]) -> str:
@@ -116,7 +117,7 @@ class TaggedCalls(CallForm):
         end = self.tags.line + self.tags.value_end
         if kinds_of(schema) != _STRING:
             return f"{rules.json(schema, whole)} {rules.text(end)}"
-        listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        listed = options_of(schema)
         if listed is None:
             return rules.until(end)
         return f"{rules.any_of([rules.text(str(value)) for value in listed])} {rules.text(end)}"
@@ -143,7 +144,8 @@ class _TaggedParser(CallParser):
         found = self._name.match(self.held, at)
         if found is None:
             return None if self._may_be_named(self.held[at:].lstrip()) else self.no_call(len(mark))
-        self._types = self._schemas.get(found[1], {}).get("properties", {})
+        types = self._schemas.get(found[1], {}).get("properties")
+        self._types = types if isinstance(types, Mapping) else {}
         self._count = 0
         self.step = self.parameter
         return self.begin(found[1], found.end()) + self.arguments("{")

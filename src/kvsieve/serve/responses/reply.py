@@ -112,7 +112,7 @@ def _begun(body: ResponsesRequest) -> JsonObject:
         "max_tool_calls": body.max_tool_calls,
         "top_logprobs": body.top_logprobs or 0,
         "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
-        "tools": [tool.model_dump() for tool in tools],
+        "tools": [tool.model_dump(exclude={"defer_loading", "output_schema", "allowed_callers"}) for tool in tools],
         "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from kvsieve.serve.failures import Failure
-from kvsieve.serve.schema import Arguments, KVOptions, StreamOptions, Strict, Text, Whole
+from kvsieve.serve.schema import Arguments, KVOptions, StreamOptions, Strict, Text, Whole, check_no_schema
 
 Name = Annotated[str, Field(max_length=200)]
 
@@ -83,24 +83,32 @@ def _function(kind: Any) -> Any:
     return kind
 
 
-class FunctionTool(BaseModel):
-    """A function that the model may call. Tools that OpenAI runs are refused by name."""
+class FunctionTool(Strict):
+    """A function that the model may call. Tools that OpenAI runs are refused by name.
+
+    Attributes:
+        strict: has no effect; forced calls are valid in any case.
+        defer_loading: has no effect, as has `output_schema`; every tool is in the prompt from its beginning.
+    """
 
     type: Annotated[Literal["function"], BeforeValidator(_function)]
     name: Annotated[str, Field(min_length=1, max_length=200)]
     description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
+    output_schema: dict[str, Any] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], Field(max_length=1)] | None = None
 
 
-class ChosenFunction(BaseModel):
+class ChosenFunction(Strict):
     """The function that the answer must call."""
 
     type: Literal["function"]
     name: Annotated[str, Field(min_length=1, max_length=200)]
 
 
-class TextFormat(BaseModel):
+class TextFormat(Strict):
     """The form of the answer: text, a JSON object, or JSON that matches a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -108,6 +116,14 @@ class TextFormat(BaseModel):
     description: Text | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_its_schema(cls, value: Any) -> Any:
+        """Refuse schemas that would have no effect."""
+        if isinstance(value, dict) and value.get("type") in ("text", "json_object"):
+            check_no_schema(value, '"schema": ...')
+        return value
 
 
 class TextOptions(Strict):
