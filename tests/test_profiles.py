@@ -128,6 +128,7 @@ def test_files_that_are_no_profiles(text, message, tmp_path):
         ("q_filters", [[[float("nan")]]] * 4),
         ("q_centres", [[[1.0, 2.0]]] * 3),
         ("head_budgets", [[0.5, 0.5]] * 4),
+        ("entropies", [0.5] * 4),
         ("parameters", [1]),
         ("parameters", {"fastkv": 3}),
     ],

@@ -116,7 +116,9 @@ def plan_of(name, model, **given):
         heads = golden(shape, 3).tolist()
         filters = golden((*shape, config.hidden_size // config.num_attention_heads), 4).tolist()
         budgets = golden((*shape, 9), 5).abs().sort(-1).values.tolist()
-        chosen["profile"] = Profile(Fingerprint.of(model), heads=heads, q_filters=filters, head_budgets=budgets)
+        chosen["profile"] = Profile(
+            Fingerprint.of(model), heads=heads, q_filters=filters, head_budgets=budgets, entropies=heads
+        )
     made = plan_without_floor(name, **{key: value for key, value in chosen.items() if key in info.parameters})
     # What is not given stays at the method's own default.
     return dataclasses.replace(made, unset=None)

@@ -122,7 +122,7 @@ def calibrate_command(
 
         plot.write_bytes(distances_png(profile))
     if as_json:
-        arrays = ("heads", "q_filters", "q_centres", "head_budgets")
+        arrays = ("heads", "q_filters", "q_centres", "head_budgets", "entropies")
         emit_json({name: value for name, value in profile.to_dict().items() if name not in arrays} | {"out": str(file)})
         return
     print_profile(profile)
@@ -157,6 +157,7 @@ def method_of(profile: Profile) -> str | None:
         "qfilters": profile.q_filters,
         "triattention": profile.q_centres,
         "lukv": profile.head_budgets,
+        "uncomp": profile.entropies,
     }
     known = [*profile.parameters, *(name for name, measured in arrays.items() if measured)]
     return next((name for name in ("fastkv", "snapkv", *known) if name in known), None)
@@ -213,6 +214,9 @@ def _rows(measured: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if "head_budgets" in measured:
         one = measured["head_budgets"]
         rows.append(("head_budgets", f"shares {one['least']:.2f} to {one['largest']:.2f}", f"at {one['budget']}"))
+    if "entropies" in measured:
+        one = measured["entropies"]
+        rows.append(("entropies", f"highest {one['highest']:.3f}", f"lowest {one['lowest']:.3f}"))
     if "anchors" in measured:
         one = measured["anchors"]
         least = min(one["similarity"])

@@ -85,6 +85,7 @@ from kvsieve.methods import (
     threshold,
     tova,
     triattention,
+    uncomp,
     vase,
     windowkv,
     xattention,
@@ -172,6 +173,7 @@ from kvsieve.methods.streaming_llm import StreamingLLM
 from kvsieve.methods.threshold import Threshold
 from kvsieve.methods.tova import TOVA
 from kvsieve.methods.triattention import TriAttention
+from kvsieve.methods.uncomp import UNComp, UNCompStages
 from kvsieve.methods.vase import VaSE
 from kvsieve.methods.windowkv import WindowKV
 from kvsieve.methods.xattention import XAttention
@@ -262,6 +264,8 @@ __all__ = [
     "StreamingLLM",
     "Threshold",
     "TriAttention",
+    "UNComp",
+    "UNCompStages",
     "VaSE",
     "WindowKV",
     "XAttention",
@@ -351,6 +355,7 @@ __all__ = [
     "threshold",
     "tova",
     "triattention",
+    "uncomp",
     "vase",
     "windowkv",
     "xattention",

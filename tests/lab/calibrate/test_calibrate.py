@@ -176,7 +176,7 @@ def test_parts_can_be_measured_alone(model, part):
     options = Options(parts=(part,), kernels=(3,), windows=(4,), rule="argmin", max_layer=3, tsp_rate="50%")
     profile = measure(model, some_prompts(1), some_prompts(1, seed=2)[0], options=options)
     assert set(profile.measured) == {part}
-    arrays = {name: getattr(profile, name) for name in ("heads", "q_filters", "q_centres", "head_budgets")}
+    arrays = {name: getattr(profile, name) for name in ("heads", "q_filters", "q_centres", "head_budgets", "entropies")}
     assert {name for name, array in arrays.items() if array is not None} == {part} & arrays.keys()
     expected = {"pooling": {"snapkv", "fastkv", "asl"}, "tsp": {"fastkv"}, "asl": {"asl"}}.get(part, set())
     assert expected <= set(profile.parameters) and bool(expected) == bool(profile.parameters)
@@ -280,7 +280,9 @@ def test_a_profile_names_its_dtype_and_serves_in_another(
     assert code == 0, errors
 
 
-@pytest.mark.parametrize("parts", ["pooling,tsp", "heads", "q_filters", "q_centres", "head_budgets", "asl"])
+@pytest.mark.parametrize(
+    "parts", ["pooling,tsp", "heads", "q_filters", "q_centres", "head_budgets", "entropies", "asl"]
+)
 def test_the_closing_hint_is_a_command_that_runs(cli, model_dir, text_file, tmp_path, parts):
     out = tmp_path / "a profile's file.json"
     given = ("--text", text_file, "--lengths", "250", "--prompts", "1", "--dtype", "float32", "--out", out)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvsieve.core.scoring import group_mean, mass_of
+from kvsieve.lab.calibrate.reading import read
+from kvsieve.planning.plans import Plan
 from kvsieve.types import LayerContext
 
 # Last queries, with whose attention the check compares.
@@ -69,6 +73,25 @@ def correlation(ctx: LayerContext, filters: Tensor) -> list[float]:
     keys = ctx.keys[0, :, :-window].to("cpu", torch.float64)
     scores = (keys @ filters[:, :, None]).squeeze(-1)
     return [_pearson(_ranks(one), _ranks(other)) for one, other in zip(scores, mass, strict=True)]
+
+
+def checked(model: Any, filters: Sequence[Tensor], ids: Tensor) -> dict[str, Any]:
+    """Return the rank correlations of a model's filters, [H, D] per layer, on a prompt, ids [1, N]; see `correlation`.
+
+    Raises the errors of `attach` for an unsupported model.
+    """
+    found: dict[int, list[float]] = {}
+
+    def see(ctx: LayerContext) -> None:
+        found[ctx.layer_idx] = correlation(ctx, filters[ctx.layer_idx])
+
+    read(model, Plan(), ids, see)
+    flat = [value for layer in found.values() for value in layer]
+    return {
+        "correlation": round(sum(flat) / max(len(flat), 1), 3),
+        "negative": f"{sum(value < 0 for value in flat)} of {len(flat)}",
+        "correlations": [[round(v, 3) for v in found.get(layer, [])] for layer in range(len(filters))],
+    }
 
 
 def _ranks(values: Tensor) -> Tensor:

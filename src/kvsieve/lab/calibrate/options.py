@@ -15,7 +15,7 @@ from kvsieve.planning.suggestions import did_you_mean
 ANSWER = 80
 BEGINNING = 32
 DEFAULT_PARTS = ("pooling", "answers", "tsp", "asl", "heads", "q_filters")
-PARTS = (*DEFAULT_PARTS, "anchors", "q_centres", "head_budgets")
+PARTS = (*DEFAULT_PARTS, "anchors", "q_centres", "head_budgets", "entropies")
 RULES = ("settled", "argmin")
 
 

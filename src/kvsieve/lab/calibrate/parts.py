@@ -12,7 +12,8 @@ from torch import Tensor
 from kvsieve.lab.calibrate import distances, pooling, ranks
 from kvsieve.lab.calibrate.anchors import measured_anchors
 from kvsieve.lab.calibrate.centres import query_centres
-from kvsieve.lab.calibrate.filters import QuerySums, correlation
+from kvsieve.lab.calibrate.entropies import QueryEntropies
+from kvsieve.lab.calibrate.filters import QuerySums, checked
 from kvsieve.lab.calibrate.heads import RetrievalScores, kept_by_streaming
 from kvsieve.lab.calibrate.options import ANSWER, BEGINNING, Options
 from kvsieve.lab.calibrate.prompts import Prompt
@@ -53,6 +54,7 @@ class Parts:
     q_filters: Any = None
     q_centres: Any = None
     head_budgets: Any = None
+    entropies: Any = None
     done: int = 0
     total: int = 0
 
@@ -168,6 +170,8 @@ class Parts:
         """Run prompts with their answers and collect the queries of every layer."""
         sums = QuerySums()
         scores = RetrievalScores()
+        entropies = QueryEntropies()
+        wants_entropies = "entropies" in self.options.parts
         wants_heads = "heads" in self.options.parts
         wants_filters = "q_filters" in self.options.parts
         for reference in references:
@@ -181,6 +185,8 @@ class Parts:
                     sums.see(ctx)
                 if wants_heads:
                     scores.see(ctx, tokens, answer)
+                if wants_entropies:
+                    entropies.see(ctx)
 
             ids = torch.cat([prompt_ids, answer[:, :-1]], 1)
             hidden, _ = read(self.model, Plan(), ids, see)
@@ -202,22 +208,10 @@ class Parts:
         if wants_filters:
             filters = sums.result(shape.layers, shape.kv_heads, shape.head_dim)
             self.q_filters = numbers([[[round(v, 4) for v in head] for head in layer.tolist()] for layer in filters], 3)
-            self._check_filters(filters, held_out)
-
-    def _check_filters(self, filters: Sequence[Tensor], held_out: Prompt) -> None:
-        self._step("checking filters")
-        found: dict[int, list[float]] = {}
-
-        def see(ctx: LayerContext) -> None:
-            found[ctx.layer_idx] = correlation(ctx, filters[ctx.layer_idx])
-
-        read(self.model, Plan(), held_out.ids, see)
-        flat = [value for layer in found.values() for value in layer]
-        self.measured["q_filters"] = {
-            "correlation": round(sum(flat) / max(len(flat), 1), 3),
-            "negative": f"{sum(value < 0 for value in flat)} of {len(flat)}",
-            "correlations": [[round(v, 3) for v in found.get(layer, [])] for layer in range(self.fingerprint.layers)],
-        }
+            self._step("checking filters")
+            self.measured["q_filters"] = checked(self.model, filters, held_out.ids)
+        if wants_entropies:
+            self.entropies, self.measured["entropies"] = entropies.result(shape.layers, shape.kv_heads)
 
     def _tsp(self, references: Sequence[ReferenceAnswer], found: Sequence[int]) -> int:
         rate = self.options.tsp_rate

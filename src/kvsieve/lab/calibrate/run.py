@@ -79,6 +79,7 @@ def measure(
         q_filters=run.q_filters,
         q_centres=run.q_centres,
         head_budgets=run.head_budgets,
+        entropies=run.entropies,
         measured=run.measured,
         text=text,
         environment=environment(model),

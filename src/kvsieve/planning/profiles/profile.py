@@ -26,8 +26,9 @@ class Profile:
     [layers][KV heads] retrieval scores in [0, 1], 0 for a head that retrieves nothing. q_filters: [layers][KV
     heads][D], unit vectors. q_centres: [layers][query heads][2 D], each head's mean query before rotation, then the
     mean length of every channel's rotated pair. head_budgets: [layers][KV heads][99], the share of its entries that a
-    head keeps at budgets of 1% to 99%. All four are None where that part was not calibrated. measured: part -> its raw
-    numbers. text: the prompts. environment: the stamp.
+    head keeps at budgets of 1% to 99%. entropies: [layers][KV heads], truncated matrix entropy of the queries, in
+    [0, 1]. All five are None where that part was not calibrated. measured: part -> its raw numbers. text: the prompts.
+    environment: the stamp.
     """
 
     fingerprint: Fingerprint
@@ -36,6 +37,7 @@ class Profile:
     q_filters: Filters | None = None
     q_centres: Filters | None = None
     head_budgets: Filters | None = None
+    entropies: Heads | None = None
     measured: Mapping[str, Any] = field(default_factory=dict)
     text: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
@@ -78,7 +80,8 @@ class Profile:
                     raise TypeError(f"{name} is not an object")
             if not all(isinstance(settings, dict) for settings in parts.get("parameters", {}).values()):
                 raise TypeError("parameters are not objects")
-            for name, depth in (("heads", 2), ("q_filters", 3), ("q_centres", 3), ("head_budgets", 3)):
+            depths = {"heads": 2, "q_filters": 3, "q_centres": 3, "head_budgets": 3, "entropies": 2}
+            for name, depth in depths.items():
                 if parts.get(name) is not None:
                     parts[name] = numbers(parts[name], depth)
                     if len(parts[name]) != shape.layers:
