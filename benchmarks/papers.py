@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.glance import part
 from benchmarks.toys.tables import markdown
+from kvsieve.planning.joins import join_info, list_joins
 from kvsieve.planning.registry import list_methods, method_info
 
 FILE = Path(__file__).with_name("papers.toml")
@@ -27,11 +28,14 @@ def papers() -> list[dict[str, Any]]:
 
 
 def registered() -> dict[str, list[str]]:
-    """Return the names of methods by arXiv id; a method of two papers has both."""
+    """Return the names of methods and joins by arXiv id; a method of two papers has both."""
     found: dict[str, list[str]] = {}
     for name in list_methods():
         for arxiv in ARXIV.findall(method_info(name).paper):
-            found.setdefault(arxiv, []).append(name)
+            found.setdefault(arxiv, []).append(f"`{name}`")
+    for name in list_joins():
+        for arxiv in ARXIV.findall(join_info(name).paper):
+            found.setdefault(arxiv, []).append(f"`--join {name}`")
     return found
 
 
@@ -40,7 +44,7 @@ def parts() -> str:
     methods, listed = registered(), papers()
     rows, here, partly = [], 0, 0
     for paper in listed:
-        names = [f"`{name}`" for name in methods.get(paper["arxiv"], [])]
+        names = methods.get(paper["arxiv"], [])
         found = ", ".join([*names, *([paper["here"]] if "here" in paper else [])])
         missing = paper.get("part" if names else "missing", "")
         here += bool(found) and not missing

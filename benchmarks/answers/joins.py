@@ -1,7 +1,8 @@
 """Questions about joined documents: score, divergence from full reading, and time to the first token, by kind of join.
 
     python benchmarks/answers/joins.py [MODEL] [--data LEVAL] [--sets natural,generated]
-        [--kinds "none:share=20%;modules;ape;link:tokens=32;blend:share=5%;blend:share=10%;blend:share=20%"]
+        [--kinds "none:share=20%;modules;ape;link:tokens=32;blend:share=5%;blend:share=10%;blend:share=20%;
+            prophet:share=10%;prophet:share=20%"]
         [--compressed "kvzip:budget=25%"] [--compressed-kinds "link:tokens=32"]
         [--documents 4] [--questions 2] [--minutes M] [--out FILE]
 
@@ -51,7 +52,10 @@ from kvsieve.planning.specs import split_specs
 from kvsieve.report.tables import markdown_table
 from kvsieve.store import PrefixStore
 
-KINDS = "none:share=20%;modules;ape;link:tokens=32;blend:share=5%;blend:share=10%;blend:share=20%"
+KINDS = (
+    "none:share=20%;modules;ape;link:tokens=32;blend:share=5%;blend:share=10%;blend:share=20%;"
+    "prophet:share=10%;prophet:share=20%"
+)
 WANTED = {"of_full": 0.95, "ratio": 0.25}
 FULL = "full"
 MEMORY = "4GiB"
@@ -72,7 +76,7 @@ def begin(sieve: Any, prompt: Pieces, kind: str, store: PrefixStore) -> tuple[Pr
         ids = prompt.ids if name == FULL else first_documents(prompt, float(options["share"].rstrip("%")) / 100)
         return prefilled(sieve, ids), {"tokens": ids.shape[1], "prefilled": ids.shape[1], "missing": 0}
     began = time.perf_counter()
-    joined = sieve.join(prompt.documents, before=prompt.before, kind=kind, store=store)
+    joined = sieve.join(prompt.documents, before=prompt.before, kind=kind, question=prompt.question, store=store)
     seconds = time.perf_counter() - began
     ids = torch.cat([joined.ids, prompt.question], 1)
     again = joined.reread + prompt.question.shape[1]

@@ -167,7 +167,7 @@ def test_pieces_are_the_prompt(tokenizer):
     assert torch.equal(first, torch.cat([prompt.before, prompt.documents[0], prompt.question], 1))
 
 
-@pytest.mark.parametrize("kinds", ["none:share=40%;modules;ape", "link:tokens=8;blend:share=20%"])
+@pytest.mark.parametrize("kinds", ["none:share=40%;modules;ape", "link:tokens=8;blend:share=20%;prophet:share=20%"])
 def test_kinds_are_compared_with_full_reading(model, tokenizer, tmp_path, kinds, capsys):
     documents = tuple(f"Document: {name}\n{name} is here.\n\n" for name in ("Ada", "Bob", "Eve"))
     turn = QuestionAnswer("Who?", ("Ada",), match_all, 3)
@@ -184,7 +184,7 @@ def test_kinds_are_compared_with_full_reading(model, tokenizer, tmp_path, kinds,
     assert full["same"] and full["kl"] == 0 and full["prefilled"] == full["tokens"]
     for (_, kind), row in rows.items():
         assert row["missing"] == 0 and row["full_s"] == full["seconds"]
-        if kind.startswith(("modules", "link")):
+        if kind.startswith(("modules", "link", "prophet")):
             assert row["tokens"] == full["tokens"] and row["kl"] > 0 and row["prefilled"] < row["tokens"]
     assert joins.summary(known.rows)[0]["kind"] == "full"
     run.documents(one, 0)

@@ -28,6 +28,7 @@ def test_every_paper_is_here_or_has_a_reason():
         assert set(paper) <= {"id", "name", "arxiv", "here", "missing", "part"}
         assert re.fullmatch(r"\d{4}\.\d{5}", paper["arxiv"])
         assert paper["arxiv"] in methods or "here" in paper or paper.get("missing"), paper
+        assert not (paper["arxiv"] in methods and "missing" in paper), f"{paper['name']} is registered: use part="
         assert len(paper.get("missing", "").split()) <= 14, paper
 
 

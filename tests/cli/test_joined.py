@@ -47,7 +47,7 @@ def result_of(cli, folder, *options):
     return json.loads(out)["results"][-1]
 
 
-@pytest.mark.parametrize("kind", ["modules", "link:tokens=8", "full"])
+@pytest.mark.parametrize("kind", ["modules", "link:tokens=8", "prophet", "full"])
 def test_documents_are_joined_as_the_library_joins_them(cli, chat_dir, files, kind):
     found = result_of(cli, chat_dir, "--documents", ",".join(files), "--join", kind, "--system", "w9")
     model, tokenizer = kvsieve.models.load(chat_dir, "checkpoint")
@@ -55,7 +55,8 @@ def test_documents_are_joined_as_the_library_joins_them(cli, chat_dir, files, ki
     prompt = document_prompt(tokenizer, messages, document_texts(files))
     ids = torch.tensor([prompt.ids])
     with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
-        joined = sieve.join(prompt.documents, prompt.before, kind=kind, chunk=1024)
+        how = {"kind": kind, "question": prompt.question, "chunk": 1024}
+        joined = sieve.join(prompt.documents, prompt.before, **how)
         result = sieve.generate(ids, cache=joined.cache, chunk=1024, max_new_tokens=6, do_sample=False, pad_token_id=0)
     assert found["tokens"] == result.sequences[0, ids.shape[1] :].tolist()
     join = found["join"]

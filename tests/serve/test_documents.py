@@ -88,7 +88,7 @@ def test_documents_are_found_in_any_order(url, protocol):
 
 
 @pytest.mark.parametrize("method", ["full", "snapkv:window=4:paper=True"])
-@pytest.mark.parametrize("join", ["modules", "link:tokens=8", "blend:share=15%", "ape:temperature=0.9"])
+@pytest.mark.parametrize("join", ["modules", "link:tokens=8", "blend:share=15%", "prophet", "ape:temperature=0.9"])
 def test_the_answer_is_that_of_the_librarys_join(url, tokenizer, method, join):
     texts = [words(seed) for seed in (51, 52, 53)]
     kv = {"documents": texts, "join": join, "method": method, "budget": 24} if "snap" in method else {}
@@ -100,7 +100,8 @@ def test_the_answer_is_that_of_the_librarys_join(url, tokenizer, method, join):
     documents = [ids[at : at + SIZE] for at in range(start, start + 3 * SIZE, SIZE)]
     plan = kvsieve.plan("snapkv", window=4, paper=True, budget=24) if "snap" in method else kvsieve.plan("full")
     with kvsieve.attach(build("llama"), plan) as sieve:
-        joined = sieve.join(documents, ids[:start], kind=join, chunk=CHUNK)
+        question = ids[start + 3 * SIZE :]
+        joined = sieve.join(documents, ids[:start], kind=join, question=question, chunk=CHUNK)
         out = sieve.generate(
             torch.tensor([ids]), cache=joined.cache, chunk=CHUNK, max_new_tokens=6, do_sample=False, eos_token_id=127
         )

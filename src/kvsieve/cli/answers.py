@@ -66,7 +66,7 @@ def encode(
 
     if prompt.documents:
         parts = document_prompt(tokenizer, prompt.messages, prompt.documents, parse_special)
-        documents = EncodedDocuments(parts.before, parts.documents, join)
+        documents = EncodedDocuments(parts.before, parts.documents, parts.question, join)
         return EncodedPrompt(torch.tensor([parts.ids], dtype=torch.int64), [*spans], documents)
     protect = [*spans]
     if roles:

@@ -68,16 +68,19 @@ def parse_join(kind: str | None, documents: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class EncodedDocuments:
-    """Token ids of documents, and of the prompt before the first; kind: of their join."""
+    """Token ids of documents, and of the prompt before the first and after the last; kind: of their join."""
 
     before: list[int]
     documents: list[list[int]]
+    question: list[int]
     kind: str
 
     def join(self, sieve: Any, store: PromptStore | None, options: dict[str, Any]) -> Joined:
         """Return the joined documents. options: of generate; chunk and progress are used."""
         how = {"chunk": options["chunk"], "progress": options.get("progress")}
-        joined: Joined = sieve.join(self.documents, self.before or None, kind=self.kind, store=store, **how)
+        joined: Joined = sieve.join(
+            self.documents, self.before or None, kind=self.kind, question=self.question, store=store, **how
+        )
         return joined
 
 

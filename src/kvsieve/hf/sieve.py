@@ -24,7 +24,7 @@ from kvsieve.hf.generate.options import checked_config
 from kvsieve.hf.generate.result import GenerateResult
 from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.inputs import check_callable, check_path, check_tokenizer, prompt_of
-from kvsieve.hf.join.documents import JoinReader, checked_documents
+from kvsieve.hf.join.documents import JoinReader, checked_documents, checked_question
 from kvsieve.hf.join.join import Joined, Joining
 from kvsieve.hf.kept import kept_of
 from kvsieve.hf.kept_tokens.kept import Kept
@@ -160,6 +160,7 @@ class Sieve(AttachedModel):
         before: Tensor | Sequence[int] | None = None,
         *,
         kind: Join | str = "link",
+        question: Tensor | Sequence[int] | None = None,
         store: PromptStore | None = None,
         owner: str = "",
         chunk: int | None = None,
@@ -179,14 +180,16 @@ class Sieve(AttachedModel):
                 them.
             kind: "modules", "link:tokens=32" and others of `kvsieve.planning.joins.list_joins`; "full" for a plain
                 prefill of everything.
+            question: token ids after the documents, for kinds that choose tokens by them: "prophet"; the cache is
+                without them.
             store: `kvsieve.store.PrefixStore` to find each document in, prefilled after `before`, and to add it to.
             owner: of the store's nodes.
             chunk: tokens per forward pass, None for all at once.
             progress: called with (tokens done, total tokens), those prefilled again included.
 
         Raises:
-            InputError: documents that are no token ids, are empty or exceed the context together, or a store that
-                cannot serve the plan.
+            InputError: documents or a question that are no token ids, are empty or exceed the context together, a
+                kind that needs a question without one, or a store that cannot serve the plan.
             PlanError: an unknown kind, or parameters that it does not have.
             UnsupportedOptionError: the plan or the model has entries that cannot move.
         """
@@ -201,7 +204,7 @@ class Sieve(AttachedModel):
         spans = checked_spans(rule, texts.sizes, texts.start)
         stored = None if store is None else StoredPrefixes(store, owner)
         reader = JoinReader(self, stored, chunk, ends=not self.plan.query_aware)
-        return Joining(self, rule, texts, spans, reader, progress).run()
+        return Joining(self, rule, texts, checked_question(self, rule, question), spans, reader, progress).run()
 
     def generate(
         self,

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from torch import Tensor
+
 from kvsieve.errors import PlanError, short
 from kvsieve.planning.loading import canonical, load_methods
 from kvsieve.planning.parameters import Checked
@@ -75,6 +77,34 @@ class SelectiveJoin(Join):
         """Return the number of tokens that reach the last layer; see `tokens`."""
         layers = range(self.source(num_layers), num_layers - 1)
         return min([total, *(self.tokens(layer, num_layers, total) for layer in layers)])
+
+
+class AskedJoin(Join):
+    """Base of joins that choose tokens by the question's attention to the documents in their places.
+
+    Tokens of the first document, with exact entries, take no part.
+    """
+
+    def again(self, sizes: Sequence[int], start: int) -> list[Span]:
+        """Return no columns: the question's attention decides which are prefilled again."""
+        return []
+
+    @abstractmethod
+    def tokens(self, total: int) -> int:
+        """Return the number of tokens to prefill again, of `total` after the first document; at least 1."""
+
+    def chosen(self, total: int) -> int:
+        """Return the number of tokens to prefill again; see `tokens`."""
+        return min(self.tokens(total), total)
+
+    @abstractmethod
+    def scores(self, attention: Tensor) -> Tensor:
+        """Return a score for each token, [N].
+
+        Args:
+            attention: float32 [layers, N], weight of each token in the attention of the question's tokens, mean over
+                these and over heads.
+        """
 
 
 class ParallelJoin(Join):

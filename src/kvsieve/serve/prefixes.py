@@ -199,8 +199,16 @@ def _joined(
     documents = order.documents
     assert documents is not None
     before = documents.before or None
+    end = len(documents.before) + sum(map(len, documents.texts))
     return sieve.join(
-        documents.texts, before, kind=documents.join, store=store, owner=owner, chunk=chunk, progress=progress
+        documents.texts,
+        before,
+        kind=documents.join,
+        question=order.ids[end:],
+        store=store,
+        owner=owner,
+        chunk=chunk,
+        progress=progress,
     )
 
 

@@ -91,15 +91,6 @@ class LayerEntries:
         parts = {name: vars(self)[name][:, :, order] for name in ("keys", "values", "column")}
         return dataclasses.replace(self, **parts, is_sorted=True)
 
-    def _put(self, first: int, last: int, keys: Tensor, values: Tensor, column: Tensor) -> None:
-        """Put entries [1, H, K, ...] in place of the slots from `first` to `last`."""
-        for name, new in (("keys", keys), ("values", values), ("column", column)):
-            old: Tensor = vars(self)[name]
-            if new.shape[2] == last - first:
-                old[:, :, first:last] = new
-            else:
-                vars(self)[name] = torch.cat([old[:, :, :first], new, old[:, :, last:]], 2)
-
     def _slot(self, column: int) -> int:
         """Return the number of slots of earlier columns, if they are sorted."""
         return int((self.column[0, 0] < column).sum())
@@ -124,27 +115,41 @@ class LayerEntries:
             (size,),
         )
 
-    def replace(self, start: int, end: int, store: LayerMemory) -> None:
-        """Take the entries of columns from `start` to `end` of a store in place of earlier ones.
+    def replace(self, spans: Sequence[tuple[int, int]], store: LayerMemory) -> None:
+        """Take the entries of spans of columns from a store in place of earlier ones.
 
         Tokens without an entry in a head get none.
 
         Args:
-            start: first column.
-            end: column after the last one.
-            store: has an entry of each in every head; of unsorted entries the last ones.
+            spans: half-open, ascending; of unsorted entries one.
+            store: has an entry of each column in every head; of unsorted entries the last ones.
         """
-        new = end - start
         dense = store.padded()
-        column = torch.arange(start, end, device=self.column.device).expand(1, self.column.shape[1], -1)
+        columns = torch.cat([torch.arange(first, last, device=self.column.device) for first, last in spans])
         if self.is_sorted:
-            own = self.stored[0, 0, start:end].nonzero()[:, 0]
-            slots = own + int((dense.index[0, 0] < start).sum())
-            keys, values = (part[:, :, slots] for part in (dense.keys, dense.values))
-            self._put(self._slot(start), self._slot(end), keys, values, column[:, :, own])
+            self._replace_sorted(columns, dense)
             return
-        column = column.masked_fill(~self.stored[..., start:end], -1)
+        ((start, end),) = spans
+        new = end - start
+        column = columns.expand(1, self.column.shape[1], -1).masked_fill(~self.stored[..., start:end], -1)
         old = self.column.masked_fill((self.column >= start) & (self.column < end), -1)
         self.keys = torch.cat([self.keys, dense.keys[:, :, -new:]], 2)
         self.values = torch.cat([self.values, dense.values[:, :, -new:]], 2)
         self.column = torch.cat([old, column], 2)
+
+    def _replace_sorted(self, columns: Tensor, dense: LayerMemory) -> None:
+        """Take entries of columns, ascending, from a store with the same columns in every head, ascending."""
+        new = columns[self.stored[0, 0, columns]]
+        slots = torch.searchsorted(dense.index[0, 0].long(), new)
+        old = self.column[0, 0]
+        replaced = torch.isin(old, columns)
+        if torch.equal(old[replaced], new):
+            self.keys[:, :, replaced] = dense.keys[:, :, slots]
+            self.values[:, :, replaced] = dense.values[:, :, slots]
+            return
+        stays = ~replaced
+        order = torch.cat([old[stays], new]).argsort()
+        for name, given in (("keys", dense.keys), ("values", dense.values)):
+            part: Tensor = vars(self)[name]
+            vars(self)[name] = torch.cat([part[:, :, stays], given[:, :, slots]], 2)[:, :, order]
+        self.column = torch.cat([old[stays], new])[order].expand(1, self.column.shape[1], -1)

@@ -104,7 +104,7 @@ class MovedEntries:
         for group in _groups(spans, chunk if one_order and feed is None else 0):
             start, end = group[0][0], group[-1][1]
             size = sum(last - first for first, last in group)
-            self._set(cache, start)
+            self.fill(cache, start)
             if len(group) > 1:
                 feed_spans(model, cache, ids, group, {index: part.below(end) for index, part in self.layers.items()})
                 note(size)
@@ -118,9 +118,8 @@ class MovedEntries:
                     note(last - start)
             prefilled += size
             for index, part in self.layers.items():
-                for first, last in group:
-                    part.replace(first, last, layers[index].store)
-        self._set(cache, len(ids))
+                part.replace(group, layers[index].store)
+        self.fill(cache, len(ids))
         for index in self.ragged:
             store = layers[index].store
             real = torch.ones_like(store.index, dtype=torch.bool) if store.valid is None else store.valid
@@ -129,7 +128,7 @@ class MovedEntries:
             for index in self.encoded:
                 layers[index].encode(model.plan.codec, ends_prompt=True)
 
-    def _set(self, cache: SieveCache, seen: int) -> None:
+    def fill(self, cache: SieveCache, seen: int) -> None:
         """Let a cache have seen `seen` columns, with the entries of those."""
         stores: dict[int, DenseStore] = {index: part.below(seen) for index, part in self.layers.items()}
         for index, layer in cache.sieve_layers.items():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +72,25 @@ class _Given(Scattered, heads="all", query_aware=False):
         return Selection(self.columns[None].to(ctx.index.device)) if ctx.layer_idx == BEFORE else None
 
 
+@contextmanager
+def beside(cache: SieveCache, turn: Turn) -> Iterator[None]:
+    """Let passes run in a turn of their own; the conversation's record is then as before, without that of the passes.
+
+    The number of columns that the cache has seen stays as the passes leave it.
+    """
+    conversation = cache.conversation
+    before = conversation.copy()
+    own = conversation.turn
+    conversation.turn = turn
+    conversation.protected = None
+    yield
+    conversation.turn = own
+    conversation.protected = before.protected
+    conversation.propagated = before.propagated
+    conversation.acted = before.acted
+    conversation.prompt_lengths = before.prompt_lengths
+
+
 def feed_scattered(
     model: AttachedModel, cache: SieveCache, ids: Tensor, chosen: Scattered, chunk: int | None = None
 ) -> Sequence[PropagatedTokens]:
@@ -85,33 +105,26 @@ def feed_scattered(
         chosen: the propagator.
         chunk: tokens per forward pass, None for all at once.
     """
-    conversation = cache.conversation
-    turn = conversation.turn
-    before = conversation.copy()
     start = cache.num_seen
     end = ids.shape[1]
-    conversation.turn = Turn(number=turn.number, start=start, prompt_end=end, length=end)
     source = chosen.source(model.num_layers)
+    turn = Turn(number=cache.turn.number, start=start, prompt_end=end, length=end)
     if source == BEFORE:
         # Turns without scores make no choice before the first layer.
-        conversation.turn.drafted = torch.zeros(1, end - start)
-    conversation.protected = None
+        turn.drafted = torch.zeros(1, end - start)
     plan = Plan(propagate=chosen, name=model.plan.name)
     handles: list[Any] = [] if model.any_plan else propagation_hooks(model, source)
-    try:
-        for first in range(start, end, chunk or end):
-            last = min(first + (chunk or end), end)
-            request = PassRequest(plan, "prefill", last == end, before_attention=chosen.place)
-            model.feed(cache, ids[:, first:last], None, request)
-    finally:
-        for handle in handles:
-            handle.remove()
-    passed = conversation.propagated[len(before.propagated) :]
-    conversation.turn = turn
-    conversation.protected = before.protected
-    conversation.propagated = before.propagated
-    conversation.acted = before.acted
-    conversation.prompt_lengths = before.prompt_lengths
+    known = len(cache.conversation.propagated)
+    with beside(cache, turn):
+        try:
+            for first in range(start, end, chunk or end):
+                last = min(first + (chunk or end), end)
+                request = PassRequest(plan, "prefill", last == end, before_attention=chosen.place)
+                model.feed(cache, ids[:, first:last], None, request)
+        finally:
+            for handle in handles:
+                handle.remove()
+        passed = cache.conversation.propagated[known:]
     return passed
 
 

@@ -18,6 +18,7 @@ from kvsieve.hf.prompt.chunks import shared_end
 from kvsieve.hf.prompt.options import Progress
 from kvsieve.hf.reuse import StoredPrefixes
 from kvsieve.hf.runtime import AttachedModel
+from kvsieve.planning.joins import AskedJoin, Join
 
 # Token ids of a text: int64 [1, N] or [N], or a list.
 Ids = Tensor | Sequence[int]
@@ -79,6 +80,21 @@ def checked_documents(model: AttachedModel, documents: Any, before: Any) -> Join
             "ones"
         )
     return found
+
+
+def checked_question(model: AttachedModel, kind: Join, question: Any) -> Tensor | None:
+    """Return the tokens of a question, int64 [1, N], if a join chooses by it, else None.
+
+    Raises InputError for other than token ids, and for None where the join needs it.
+    """
+    if not isinstance(kind, AskedJoin):
+        return None
+    if question is None:
+        raise InputError(
+            f"the join {kind.spec!r} chooses tokens by the question; give its token ids as question=, or take another "
+            "join"
+        )
+    return _tokens(model, question, "question")[None]
 
 
 def _tokens(model: AttachedModel, ids: Any, name: str) -> Tensor:

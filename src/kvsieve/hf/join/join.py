@@ -20,12 +20,13 @@ from kvsieve.hf.edit.moved import MovedEntries
 from kvsieve.hf.edit.positions import why_not_moved
 from kvsieve.hf.forward.fed_ids import needs_ids
 from kvsieve.hf.forward.passes import closing
+from kvsieve.hf.join.asked import choose_asked
 from kvsieve.hf.join.blend import prefill_chosen, why_not_blended
 from kvsieve.hf.join.documents import JoinReader, JoinTexts
 from kvsieve.hf.join.parallel import record_parallel, why_not_parallel
 from kvsieve.hf.prompt.options import Progress
 from kvsieve.hf.runtime import AttachedModel
-from kvsieve.planning.joins import Join, ParallelJoin, SelectiveJoin, Span
+from kvsieve.planning.joins import AskedJoin, Join, ParallelJoin, SelectiveJoin, Span
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def why_not_joined(model: AttachedModel, kind: Join, before: int) -> str | None:
     if reason is None and isinstance(kind, ParallelJoin):
         return why_not_parallel(model)
     reason = reason or model.facts.why_missing(("rotary",), cache.sieve_layers) or why_not_moved(model)
-    if reason is None and isinstance(kind, SelectiveJoin):
+    if reason is None and isinstance(kind, (SelectiveJoin, AskedJoin)):
         reason = why_not_blended(model)
     return reason
 
@@ -81,6 +82,7 @@ class Joining:
         sieve: the attached model.
         kind: of the join.
         texts: the documents.
+        question: int64 [1, N], tokens after them; None unless the kind needs it.
         spans: columns to prefill again; of a join that chooses them, once it has.
         reader: of each document alone.
         progress: called with (tokens done, total tokens).
@@ -92,6 +94,7 @@ class Joining:
     sieve: Any
     kind: Join
     texts: JoinTexts
+    question: Tensor | None
     spans: list[Span]
     reader: JoinReader
     progress: Progress | None
@@ -114,6 +117,8 @@ class Joining:
         """Return the number of tokens that all layers prefill again: those of spans, or chosen ones."""
         if isinstance(self.kind, SelectiveJoin):
             return self.kind.chosen(self.sieve.num_layers, self.seen - self.first)
+        if isinstance(self.kind, AskedJoin):
+            return self.kind.chosen(self.seen - self.first)
         return sum(end - start for start, end in spans)
 
     def run(self) -> Joined:
@@ -193,6 +198,10 @@ class Joining:
             def feed() -> None:
                 self.spans = chosen()
 
+        if isinstance(kind, AskedJoin):
+            assert self.question is not None
+            asked = torch.cat([self.texts.ids, self.question], 1)
+            spans = self.spans = choose_asked(self.sieve, cache, asked, entries, kind, (self.first, self.seen))
         if isinstance(kind, ParallelJoin):
             entries.divide_keys(self.texts.start, self.seen, kind.temperature)
             record_parallel(cache, self.texts, kind)

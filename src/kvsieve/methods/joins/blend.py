@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsieve.errors import PlanError, short
+from kvsieve.errors import PlanError
 from kvsieve.methods.base import check_int
-from kvsieve.planning.budget import Budget
+from kvsieve.methods.joins.shares import parse_share
 from kvsieve.planning.joins import SelectiveJoin, register_join
 
 
@@ -46,9 +46,9 @@ class Blend(SelectiveJoin):
 
     def __post_init__(self) -> None:
         check_int(self, "layer", self.layer, 1)
-        object.__setattr__(self, "share", _share("share", self.share))
+        object.__setattr__(self, "share", parse_share(self, "share", self.share))
         if self.first is not None:
-            object.__setattr__(self, "first", _share("first", self.first))
+            object.__setattr__(self, "first", parse_share(self, "first", self.first))
             if not self._share <= self._first < 2 * self._share:
                 raise PlanError(
                     f"Blend: first={self.first:g} is outside [share, 2 * share) of share={self.share:g}; later layers "
@@ -75,14 +75,3 @@ class Blend(SelectiveJoin):
         deeper = num_layers - 1 - self.layer
         at = (layer - self.layer) / (deeper - 1) if deeper > 1 else 0.5
         return max(1, round(total * (self._first + 2 * at * (self._share - self._first))))
-
-
-def _share(name: str, value: float | str) -> float:
-    """Return a share in (0, 1]. Raises PlanError for another value."""
-    try:
-        ratio = Budget.parse(value).ratio
-    except PlanError:
-        ratio = None
-    if ratio is None:
-        raise PlanError(f"Blend: {name} must be a share of the tokens like '15%' or 0.15, got {short(value)}")
-    return ratio

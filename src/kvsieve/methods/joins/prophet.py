@@ -1,0 +1,45 @@
+"""ProphetKV: User-Query-Driven Selective Recomputation for Efficient KV Cache Reuse in RAG (arXiv 2602.02579).
+
+Documents are prefilled alone and moved to their places. The question passes over these entries, and the attention of
+its tokens to every token of the documents is summed over the layers. The tokens with the largest sums are then
+prefilled again in all layers: they attend to all entries up to their own, updated or not. The question decides, so
+tokens that matter for every question but not for this one take no part of the share.
+
+Differences from the reference: the paper's text was not at hand, only its abstract. Attention here is the softmax over
+all entries, mean over heads and the question's tokens, and its sum over layers has equal weights. Tokens of the first
+document, which is exact in its place, do not take part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvsieve.methods.joins.shares import parse_share
+from kvsieve.planning.joins import AskedJoin, register_join
+
+
+@register_join(
+    "prophet",
+    title="ProphetKV",
+    paper="arXiv 2602.02579",
+    summary="Prefill the tokens again that the question attends to most.",
+)
+@dataclass(frozen=True, kw_only=True)
+class Prophet(AskedJoin):
+    """Prefill the tokens again to which the question attends most.
+
+    share: of the tokens after the first document, those prefilled again; a share ("20%", 0.2).
+    """
+
+    share: float | str = 0.2
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "share", parse_share(self, "share", self.share))
+
+    def tokens(self, total: int) -> int:
+        return max(1, round(total * float(self.share)))
+
+    def scores(self, attention: Tensor) -> Tensor:
+        return attention.sum(0)
