@@ -261,6 +261,7 @@ BAD = {
     "a codec of no kind": ({"kv": {"codec": "../x"}}, 400, "kv.codec"),
     "a session of no kind": ({"kv": {"session": "../x"}}, 400, "kv.session"),
     "too many tokens": ({"max_tokens": 65}, 400, "max_tokens"),
+    "too many tokens by their new name": ({"max_completion_tokens": 65}, 400, "max_completion_tokens"),
     "too many answers": ({"n": 99}, 400, "n"),
     "a prompt beyond the context": ({"messages": [{"role": "user", "content": words(1, 600)}]}, 400, None),
     "too many messages": ({"messages": [{"role": "user", "content": "w1"}] * 31}, 400, "messages"),

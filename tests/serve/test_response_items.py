@@ -83,7 +83,7 @@ def test_options_become_those_of_a_chat():
 
 
 def test_errors_name_the_members_of_a_response():
-    names = {"messages.1.content: x": "input: x", "max_tokens: x": "max_output_tokens: x", "n: x": "n: x"}
+    names = {"messages.1.content: x": "input: x", "max_completion_tokens: x": "max_output_tokens: x", "n: x": "n: x"}
     for message, name in names.items():
         assert str(renamed(InputError(message), NAMES)) == name
 

@@ -281,7 +281,8 @@ class Preparer:
         kv = request.kv
         wanted = most or request.max_tokens or min(self._default or limits.max_tokens, limits.max_tokens)
         if wanted > limits.max_tokens:
-            raise InputError(f"max_tokens: at most {limits.max_tokens} here, got {wanted}")
+            name = "max_completion_tokens" if most else "max_tokens"
+            raise InputError(f"{name}: at most {limits.max_tokens} here, got {wanted}")
         answers = request.n or 1
         if answers > limits.answers:
             raise InputError(f"n: at most {limits.answers} here, got {answers}")

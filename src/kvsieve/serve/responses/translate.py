@@ -35,7 +35,7 @@ _TEXTS = ("input_text", "output_text", "summary_text", "reasoning_text")
 # Members of a chat, by their names here.
 NAMES = {
     "messages": "input",
-    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
