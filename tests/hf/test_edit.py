@@ -12,6 +12,7 @@ from kvsieve.errors import InputError, UnsupportedOptionError
 from kvsieve.hf.edit.difference import pieces_between
 from kvsieve.hf.edit.editor import Editor
 from kvsieve.hf.edit.layout import Arrangement
+from small import longrope_factors
 from tiny_models import build
 
 PLANS = {
@@ -250,7 +251,14 @@ def test_seams_and_runs():
         (lambda edit: edit.cut((0, 120)), "removes every token"),
         (lambda edit: edit.insert(121, [1]), "0 to 120"),
         (lambda edit: edit.insert(3, []), "at least one"),
-        (lambda edit: edit.insert(3, [1.5]), "list of ids"),
+        (lambda edit: edit.insert(3, [1.5]), "new text is the token ids"),
+        (lambda edit: edit.replace((3, 5), "text"), "new text is the token ids"),
+        (lambda edit: edit.become([5.0]), "the conversation is the token ids"),
+        (lambda edit: edit.insert(3, [10**6]), "the model knows 0 to"),
+        (lambda edit: edit.become(torch.full((1, 130), -1)), "the model knows 0 to"),
+        (lambda edit: edit.rewrite([]), "removes every token"),
+        (lambda edit: edit.insert(3, [5] * 393), "would have 513 tokens, the model's context ends at 512"),
+        (lambda edit: edit.become(torch.full((1, 513), 7)), "would have 513 tokens"),
         (lambda edit: edit.move((10, 20), 15), "lies within"),
         (lambda edit: edit.rewrite([(0, 20), (10, 30)]), "overlap"),
     ],
@@ -301,8 +309,26 @@ def test_models_that_forget_are_refused(ids, family):
             sieve.edit(cache, ids)
 
 
+def test_rotation_that_depends_on_the_length_is_refused(ids):
+    """Before the first edit, as for a join."""
+    model = build("phi3", rope_parameters=longrope_factors(100), original_max_position_embeddings=100)
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        cache = sieve.prefill(ids)
+        with pytest.raises(UnsupportedOptionError, match="changes with the prompt's length"):
+            sieve.edit(cache, ids)
+
+
 def test_other_ids_and_rows_are_refused(model, ids):
     with attached(model) as sieve:
+        cache = sieve.prefill(ids)
+        for given, told in (
+            (ids[0].tolist(), "pass torch.tensor"),
+            (ids.float(), "int64"),
+            (ids[0], "batch dimension"),
+        ):
+            with pytest.raises(InputError, match=told):
+                sieve.edit(cache, given)
+        assert sieve.edit(cache, {"input_ids": ids}).cut((0, 5)).ids.shape[1] == 115
         cache = sieve.prefill(ids)
         with pytest.raises(InputError, match="120 tokens"):
             sieve.edit(cache, ids[:, :-1])

@@ -61,6 +61,25 @@ def check_ids(input_ids: Any, vocabulary: int, *, values: bool = True) -> None:
             )
 
 
+def row_of_ids(ids: Any, vocabulary: int, name: str) -> Tensor:
+    """Return the token ids of one text as int64 [N] on the CPU. Raises InputError for others.
+
+    Args:
+        ids: int [1, N] or [N], or a list.
+        vocabulary: number of tokens that the model knows.
+        name: of the text, for errors.
+    """
+    if isinstance(ids, (list, tuple)) and ids and all(type(token) is int for token in ids):
+        ids = torch.tensor(ids)
+    if isinstance(ids, Tensor) and ids.ndim == 1:
+        ids = ids[None]
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or len(ids) != 1 or not ids.shape[1]:
+        got = f"shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else short(ids)
+        raise InputError(f"{name} is the token ids of one text, [1, N] with at least one, got {got}")
+    check_ids(ids, vocabulary)
+    return ids[0].to("cpu", torch.int64)
+
+
 def check_mask(mask: Any, shape: tuple[int, ...], what: str = "that of input_ids") -> None:
     """Raise InputError unless `mask` is a tensor of this shape; the last argument describes the shape.
 

@@ -135,7 +135,7 @@ class Sieve(AttachedModel):
             read_beginning(self, ids, cache, chunk, progress)
         return cache
 
-    def edit(self, cache: SieveCache, input_ids: Tensor, *, window: Window = WINDOW) -> Editor:
+    def edit(self, cache: SieveCache, input_ids: Tensor | Mapping[str, Any], *, window: Window = WINDOW) -> Editor:
         """Return an editor that cuts, replaces, inserts and moves tokens of a cache's conversation.
 
         Entries of tokens that stay are reused, at new positions; see docs/editing.md.
@@ -152,7 +152,8 @@ class Sieve(AttachedModel):
         """
         self._check_attached()
         self.check_cache(cache)
-        return Editor(self, cache, input_ids, window)
+        ids, _ = prompt_of(input_ids, None)
+        return Editor(self, cache, ids, window)
 
     def join(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from kvsieve.hf.edit.layout import Arrangement, Window, check_place, check_span,
 from kvsieve.hf.edit.moved import MovedEntries
 from kvsieve.hf.edit.positions import why_not_moved
 from kvsieve.hf.forward.passes import closing
+from kvsieve.hf.inputs import check_ids, row_of_ids
+from kvsieve.hf.model.context import context_of
 from kvsieve.hf.prompt.options import Progress
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.plans import Plan
@@ -131,17 +134,10 @@ class Editor:
 
     def become(self, ids: Tensor) -> Edited:
         """Make the conversation `ids`, int64 [1, M], reusing what both have in common in order."""
-        if ids.ndim != 2 or len(ids) != 1 or not ids.shape[1]:
-            raise InputError(f"ids are those of one conversation, [1, M], got shape {tuple(ids.shape)}")
-        return self._apply(pieces_between(self.ids[0].cpu(), ids[0].cpu()))
+        return self._apply(pieces_between(self.ids[0].cpu(), self._tokens(ids, "the conversation")))
 
-    def _tokens(self, ids: Tensor | Sequence[int]) -> Tensor:
-        tokens = torch.as_tensor(ids)
-        if tokens.ndim == 2 and len(tokens) == 1:
-            tokens = tokens[0]
-        if tokens.ndim != 1 or not tokens.numel() or tokens.is_floating_point() or tokens.dtype == torch.bool:
-            raise InputError(f"new tokens are a list of ids, at least one, got shape {tuple(tokens.shape)}")
-        return tokens.to("cpu", torch.int64)
+    def _tokens(self, ids: Any, name: str = "new text") -> Tensor:
+        return row_of_ids(ids, self._model.config.vocab_size, name)
 
     def _apply(self, pieces: list[tuple[int, int] | Tensor]) -> Edited:
         cache = self._cache
@@ -149,8 +145,7 @@ class Editor:
         model.check_cache(cache)
         _check(model, cache, self.ids)
         layout = Arrangement.of(self.ids[0].cpu()).rewritten(pieces)
-        if not len(layout.ids):
-            raise InputError("the edit removes every token of the conversation; take a new cache instead")
+        _check_size(model, layout)
         if layout.is_unchanged:
             return Edited(self.ids, layout.before, 0, 0)
         _check_protected(cache, layout)
@@ -180,13 +175,18 @@ class Editor:
 def _check(model: AttachedModel, cache: SieveCache, ids: Tensor) -> None:
     """Raise KvsieveError unless the conversation in a cache can be edited."""
     cache.check_ready()
+    check_ids(ids, model.config.vocab_size)
     conversation = cache.conversation
     if conversation.half_read:
         raise CacheStateError("the cache is in the middle of a prompt and cannot be edited; finish it first")
-    reason = why_not_edited(model.plan, cache) or why_not_moved(model)
+    reason = (
+        why_not_edited(model.plan, cache)
+        or model.facts.why_missing(("rotary",), cache.sieve_layers)
+        or why_not_moved(model)
+    )
     if reason is not None:
         raise UnsupportedOptionError(f"this conversation cannot be edited: {reason}; prefill it again")
-    if ids.ndim != 2 or len(ids) != 1 or conversation.batch != 1 or conversation.mask is not None:
+    if len(ids) != 1 or conversation.batch != 1 or conversation.mask is not None:
         raise InputError(
             f"edits take one conversation without padding, got ids of shape {tuple(ids.shape)} and a cache of "
             f"{conversation.batch} rows; edit rows one by one, as caches of their own"
@@ -232,6 +232,19 @@ def why_not_rearranged(plan: Plan, cache: SieveCache) -> str | None:
     if any(layer.store.log_weight is not None for layer in cache.sieve_layers.values()):
         return f"{plan.name} has merged tokens into weighted entries"
     return None
+
+
+def _check_size(model: AttachedModel, layout: Arrangement) -> None:
+    """Raise InputError for an edit that leaves no token, or makes more than the model's context."""
+    size = len(layout.ids)
+    if not size:
+        raise InputError("the edit removes every token of the conversation; take a new cache instead")
+    context = context_of(model.config)
+    if context is not None and size > max(context, layout.before):
+        raise InputError(
+            f"the conversation would have {size} tokens, the model's context ends at {context}; insert fewer, or cut "
+            "others in the same edit"
+        )
 
 
 def _check_protected(cache: SieveCache, layout: Arrangement) -> None:

@@ -39,7 +39,7 @@ class Arrangement:
         source = [
             torch.full_like(piece, -1) if isinstance(piece, Tensor) else self.source[slice(*piece)] for piece in pieces
         ]
-        return Arrangement(torch.cat(ids), torch.cat(source), self.before)
+        return Arrangement(torch.cat([self.ids[:0], *ids]), torch.cat([self.source[:0], *source]), self.before)
 
     @property
     def target(self) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvsieve.errors import InputError, short
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.inputs import check_ids
+from kvsieve.hf.inputs import row_of_ids
 from kvsieve.hf.model.context import context_of
 from kvsieve.hf.prompt.chunks import shared_end
 from kvsieve.hf.prompt.options import Progress
@@ -70,8 +70,10 @@ def checked_documents(model: AttachedModel, documents: Any, before: Any) -> Join
     """Return the tokens of a join. Raises InputError for other than token ids, or more than the model's context."""
     if not isinstance(documents, (list, tuple)) or not documents:
         raise InputError(f"documents is a list of at least one document's token ids, got {short(documents)}")
-    texts = tuple(_tokens(model, text, f"document {number}") for number, text in enumerate(documents))
-    found = JoinTexts(torch.empty(0, dtype=torch.int64) if before is None else _tokens(model, before, "before"), texts)
+    vocabulary = model.config.vocab_size
+    texts = tuple(row_of_ids(text, vocabulary, f"document {number}") for number, text in enumerate(documents))
+    start = torch.empty(0, dtype=torch.int64) if before is None else row_of_ids(before, vocabulary, "before")
+    found = JoinTexts(start, texts)
     context = context_of(model.config)
     total = found.start + sum(found.sizes)
     if context is not None and total > context:
@@ -94,20 +96,7 @@ def checked_question(model: AttachedModel, kind: Join, question: Any) -> Tensor 
             f"the join {kind.spec!r} chooses tokens by the question; give its token ids as question=, or take another "
             "join"
         )
-    return _tokens(model, question, "question")[None]
-
-
-def _tokens(model: AttachedModel, ids: Any, name: str) -> Tensor:
-    """Return token ids as int64 [N]. Raises InputError for others."""
-    if isinstance(ids, (list, tuple)) and ids and all(type(token) is int for token in ids):
-        ids = torch.tensor(ids)
-    if isinstance(ids, Tensor) and ids.ndim == 1:
-        ids = ids[None]
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or len(ids) != 1 or not ids.shape[1]:
-        got = f"shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else short(ids)
-        raise InputError(f"{name} is the token ids of one text, [1, N] with at least one, got {got}")
-    check_ids(ids, model.config.vocab_size)
-    return ids[0].to("cpu", torch.int64)
+    return row_of_ids(question, model.config.vocab_size, "question")[None]
 
 
 @dataclass
