@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 import kvsieve
 from kvsieve.errors import InputError, UnsupportedOptionError
 from kvsieve.hf.chat.edits import CLEARED, stripped
+from kvsieve.hf.chat.state import from_saved, saved_form
 from kvsieve.store import PrefixStore
-from toy_chats import chat_tokenizer
+from toy_chats import chat_tokenizer, template
 from toy_words import word_tokenizer
 
+THINK = {100: "<think>", 101: "</think>"}
 PLAIN = {"suppress_tokens": [0, 1, 2], "max_new_tokens": 9}
 
 
@@ -87,6 +91,91 @@ def test_reasoning_is_stripped():
         "none <think>open",
     ]
     assert stripped(messages, False, None) == messages
+
+
+class Say:
+    """Lets answers begin with given tokens."""
+
+    def __init__(self, *tokens):
+        self.tokens = tokens
+        self.start = None
+
+    def __call__(self, ids, scores):
+        self.start = ids.shape[1] if self.start is None else self.start
+        if (at := ids.shape[1] - self.start) < len(self.tokens):
+            scores = torch.full_like(scores, -torch.inf)
+            scores[:, self.tokens[at]] = 0.0
+        return scores
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("end", [[9], [9, 127]], ids=["cut", "ended"])
+@pytest.mark.parametrize("edit", ["strip", "remove", "replace"])
+def test_tokens_of_unchanged_turns_stay(model, tokenizer, tmp_path, edit, end, loaded):
+    """Also if their text alone would be other tokens: here it lacks the control token 1."""
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        chat = sieve.chat(tokenizer, "w3 w4", max_new_tokens=4)
+        chat.read(words(0, 4))
+        sizes = [0]
+        for turn in range(3):
+            chat.ask(words(turn, 6), logits_processor=[Say(7, 1, 8, *end)], max_new_tokens=3 + len(end))
+            sizes.append(chat.ids.shape[1])
+        if loaded:
+            chat.save(tmp_path / "chat")
+            chat = sieve.chat(tokenizer, load=tmp_path / "chat", max_new_tokens=4)
+        before = chat.ids[0].tolist()
+        if edit == "strip":
+            done = chat.strip(tools_before=1)
+            assert (done.reread, chat.ids[0].tolist()) == (0, before)
+        elif edit == "remove":
+            chat.remove(1)
+            # A cut answer is ended by what follows it.
+            assert chat.ids[0].tolist() == before[: sizes[1]] + before[sizes[2] :]
+        else:
+            chat.replace(1, "w5")
+            ids = chat.ids[0].tolist()
+            assert ids[: sizes[1]] == before[: sizes[1]] and ids.count(1) == before.count(1)
+            assert ids[-len(end) - 3 :] == before[-len(end) - 3 :]
+        assert chat.cache.num_seen == chat.ids.shape[1] - 1
+        for _ in range(2):
+            chat.ask("w7", logits_processor=[Say(7, 1)])
+        count = chat.ids[0].tolist().count(1)
+        chat.remove(-1)
+        assert chat.ids[0].tolist().count(1) == count - 1
+
+
+def test_stripped_answers_follow_no_opened_reasoning(model):
+    """A template may begin the reasoning of an answer, and writes earlier answers without."""
+    tokenizer = word_tokenizer(f"{template()}{{% if add_generation_prompt %}}<think>{{% endif %}}", words=THINK)
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        chat = sieve.chat(tokenizer, max_new_tokens=6)
+        for turn in range(3):
+            said = (7, 101, 8, 127) if turn < 2 else (7, 8, 9, 10)
+            chat.ask(words(turn, 3), logits_processor=[Say(*said)], max_new_tokens=4)
+        assert chat.ids[0].tolist().count(100) == 3
+        chat.strip()
+        stripped_ids = chat.ids[0].tolist()
+        # The last answer is cut within its reasoning.
+        assert stripped_ids.count(100) == 1 and 101 not in stripped_ids
+        assert [message["content"] for message in chat.messages[1:4:2]] == ["w5", "w5"]
+        chat.replace(0, "w9")
+        assert chat.ids[0].tolist().count(100) == 1
+        chat.remove(0)
+        assert chat.ids[0].tolist().count(100) == 1
+
+
+def test_a_chat_saved_without_the_sizes_of_its_turns_is_edited(model, tokenizer):
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        chat = talk(sieve, tokenizer)
+        form = saved_form(chat._transcript)
+        del form["sizes"]
+        chat._state = dataclasses.replace(chat._state, transcript=from_saved(form, chat.ids))
+        chat.ask("w5")
+        ids = chat.ids
+        assert chat.strip().reread == 0 and torch.equal(chat.ids, ids)
+        assert chat._transcript.fed_turns()[1].is_known
+        chat.remove(0)
+        assert len(chat.ask("w6").tokens) and len(chat.turns) == 4
 
 
 def use_tools(sieve, tokenizer):

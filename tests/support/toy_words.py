@@ -10,11 +10,16 @@ from transformers import PreTrainedTokenizerFast
 WORDS = ["[PAD]", "[BOS]", "[UNK]", *(f"w{i}" for i in range(124)), "[EOS]"]
 
 
-def word_tokenizer(chat_template: str | None = None, marks: Mapping[int, str] | None = None) -> PreTrainedTokenizerFast:
-    """Splits at white space; what is not one of WORDS is unknown. marks: control tokens in place of words, by id."""
-    named = {**dict(enumerate(WORDS)), **(marks or {})}
-    words = tokenizers.models.WordLevel({word: index for index, word in named.items()}, unk_token="[UNK]")
-    tokenizer = tokenizers.Tokenizer(words)
+def word_tokenizer(
+    chat_template: str | None = None, marks: Mapping[int, str] | None = None, words: Mapping[int, str] | None = None
+) -> PreTrainedTokenizerFast:
+    """Splits at white space; what is not one of WORDS is unknown.
+
+    marks: control tokens in place of words, by id. words: other words in place of these.
+    """
+    named = {**dict(enumerate(WORDS)), **(marks or {}), **(words or {})}
+    vocabulary = tokenizers.models.WordLevel({word: index for index, word in named.items()}, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(vocabulary)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "[PAD]", "bos_token": "[BOS]", "unk_token": "[UNK]", "eos_token": "[EOS]"}
     found = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat_template, **special)

@@ -219,15 +219,15 @@ class Chat(Forked):
             raise InputError("the next message has begun with read(); ask it first, or roll back, then edit")
         if not before.turns:
             raise InputError("the chat has no turn yet")
-        ids = self._maker.rebuilt(messages, before.ended)
+        after = self._maker.rebuilt(before, messages, removed)
         turns = list(before.turns)
         if removed is not None:
             del turns[removed]
         known = before.ids[:, : self._cache.num_seen]
         self._at = None
         # The last token was never fed.
-        edited = self.sieve.edit(self._cache, known, window=window).become(ids[:, :-1])
-        after = Transcript(ids, messages, tuple(turns), ended=before.ended)
+        edited = self.sieve.edit(self._cache, known, window=window).become(after.ids[:, :-1])
+        after = dataclasses.replace(after, turns=tuple(turns))
         self._state = self._at = ChatState(after, self._cache.snapshot())
         return edited
 

@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 
 from kvsieve.errors import InputError, KvsieveWarning, short
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.chat.edits import first_turn
 from kvsieve.hf.chat.options import check_chat_options, complete_options
 from kvsieve.hf.chat.pieces import Pieces
 from kvsieve.hf.chat.state import Reply, Transcript
@@ -24,6 +25,8 @@ from kvsieve.planning.segments import role_spans
 from kvsieve.planning.turns import Message, Turns, escaped, stop_ids, token_ids
 
 BREAK = "\n\n"
+# Most tokens of the tag with which a template begins reasoning, and of white space after it.
+_TAG = 6
 
 
 @dataclass(frozen=True)
@@ -182,10 +185,10 @@ class TurnMaker:
                 "chat, or go back to an earlier snapshot"
             )
         stats = dataclasses.replace(stats, notes=notes)
-        exchange = question.message, {"role": "assistant", "content": pieces.text}
-        after = Transcript(
-            torch.cat([ids, new.to(ids)], 1), (*before.messages, *exchange), (*before.turns, stats), ended=ended
-        )
+        messages = (*before.messages, question.message, {"role": "assistant", "content": pieces.text})
+        sizes = before.sizes_after(ids, len(tokens))
+        whole = torch.cat([ids, new.to(ids)], 1)
+        after = Transcript(whole, messages, (*before.turns, stats), ended=ended, sizes=sizes)
         return Reply(pieces.text, tokens, ended, stats), after
 
     def read(self, ids: Tensor, cache: SieveCache, options: dict[str, Any]) -> None:
@@ -208,26 +211,53 @@ class TurnMaker:
         said = text.rstrip()
         fed = said if before.context is None else f"{BREAK}{said}"
         ids, _ = self._fed(before, {"role": "user", "content": fed}, open_end=True)
-        return dataclasses.replace(before, ids=ids, context=(before.context or "") + fed, ended=False)
+        context = (before.context or "") + fed
+        return dataclasses.replace(before, ids=ids, context=context, ended=False, sizes=before.sizes_in(ids))
 
-    def rebuilt(self, messages: Sequence[Message], ended: bool) -> Tensor:
-        """Return int64 [1, N], a conversation of complete turns as it would have been fed and generated.
+    def rebuilt(self, before: Transcript, messages: Sequence[Message], removed: int | None = None) -> Transcript:
+        """Return a conversation with other messages as it would have been fed and generated, without statistics.
+
+        Tokens of unchanged turns stay as they are. Raises InputError if it does not fit the context.
 
         Args:
+            before: the conversation, of complete turns.
             messages: an optional system prompt, then messages of a user or tool, each with an answer.
-            ended: the last answer has its end token.
+            removed: number of the turn that they lack; None for none.
         """
-        first = 1 if messages and messages[0]["role"] == "system" else 0
-        device = self.sieve.model.device
-        ids = torch.zeros(1, 0, dtype=torch.int64, device=device)
-        so_far = Transcript(ids, tuple(messages[:first]))
-        for at in range(first, len(messages), 2):
-            ids, _ = self._fed(so_far, messages[at])
-            said = token_ids(self.tokenizer, escaped(self.tokenizer, messages[at + 1]["content"]))
+        turns = before.fed_turns()
+        last = turns[-1].number
+        if removed is not None:
+            del turns[removed]
+        first = first_turn(messages)
+        so_far = Transcript(before.ids[:, :0], tuple(messages[:first]))
+        # Number of the turn before, if its tokens are unchanged.
+        previous: int | None = -1
+        for at, turn in zip(range(first, len(messages), 2), turns, strict=True):
+            message, answer = messages[at : at + 2]
+            if turn.is_known and previous == turn.number - 1 and message == turn.message:
+                ids = torch.cat([so_far.ids, turn.fed], 1)
+            else:
+                ids, _ = self._fed(so_far, message)
+            same = turn.is_known and answer == turn.answer
+            if not ("</think>" in answer["content"] or (same and self._reasons(turn.fed))):
+                ids = ids[:, : ids.shape[1] - self._reasons(ids)]
             after = tuple(messages[: at + 2])
-            end = self._end(after) if ended or at + 2 < len(messages) else []
-            so_far = Transcript(torch.cat([ids, ids.new_tensor([[*said, *end]])], 1), after, ended=bool(end))
-        return so_far.ids
+            if same:
+                said = turn.said
+                ended = before.ended if turn.number == last else not self.stops.isdisjoint(said[0, -1:].tolist())
+            else:
+                ended = before.ended or at + 2 < len(messages)
+                words = token_ids(self.tokenizer, escaped(self.tokenizer, answer["content"]))
+                said = ids.new_tensor([[*words, *(self._end(after) if ended else [])]])
+            sizes = so_far.sizes_after(ids, said.shape[1])
+            so_far = Transcript(torch.cat([ids, said], 1), after, ended=ended, sizes=sizes)
+            previous = turn.number if same else None
+        return so_far
+
+    def _reasons(self, ids: Tensor) -> int:
+        """Return the number of tokens at the end of int64 [1, N] that begin the reasoning of an answer."""
+        counts = range(1, min(_TAG, ids.shape[1]) + 1)
+        return next((count for count in counts if self.tokenizer.decode(ids[0, -count:]).strip() == "<think>"), 0)
 
     def _end(self, messages: tuple[Message, ...]) -> list[int]:
         """Return the token that ends an answer, as the template writes it."""
