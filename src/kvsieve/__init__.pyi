@@ -841,6 +841,22 @@ def plan(
 ) -> Plan: ...
 @overload
 def plan(
+    method: Literal["kvsquared"],
+    *,
+    budget: Budget | str | float = ...,
+    prefix: int = ...,
+    chunk_length: int = ...,
+    uniform: bool = ...,
+    fed_share: float | None = ...,
+    skip_layers: int | tuple[int, ...] = ...,
+    floor: int = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
     method: Literal["kvzip"],
     *,
     repeat_ids: tuple[int, ...] | None = ...,
@@ -929,6 +945,20 @@ def plan(
     floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["lukv"],
+    *,
+    budget: Budget | str | float = ...,
+    profile: Profile | str | None = ...,
+    skip_layers: int | tuple[int, ...] | str = ...,
+    every: int | None = ...,
+    floor: int = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,
     prefill: SparsePrefill | str | None = ...,
@@ -1486,6 +1516,27 @@ def plan(
     skip_layers: Any = ...,
     answer: Any = ...,
     grows: Any = ...,
+    floor: int = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    method: Literal["uncomp"],
+    *,
+    budget: Budget | str | float = ...,
+    profile: Profile | str | None = ...,
+    groups: int = ...,
+    spread: float = ...,
+    stages: tuple[int, ...] | str | None = ...,
+    rate: Budget | str | int | float = ...,
+    window: int = ...,
+    kernel: Any = ...,
+    pooling: Literal["avg", "max"] = ...,
+    skip_layers: int | tuple[int, ...] | str = ...,
+    every: int | None = ...,
     floor: int = ...,
     codec: Codec | str | None = ...,
     rest: Codec | str | None = ...,

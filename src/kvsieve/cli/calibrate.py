@@ -55,7 +55,7 @@ def calibrate_command(
     ] = "settled",
     tolerance: Annotated[
         float | None,
-        option(MEASUREMENT, "Largest distance, a share of the squared norm (default: 0.03 for settled, 0 for argmin)"),
+        option(MEASUREMENT, "Largest distance, a share of the squared norm (default: 0.05 for settled, 0 for argmin)"),
     ] = None,
     max_layer: Annotated[
         int | None, option(MEASUREMENT, "Deepest TSP layer to consider (default: the last but one)")
