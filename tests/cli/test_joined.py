@@ -9,6 +9,7 @@ import torch
 
 import kvsieve
 from kvsieve.cli.documents import document_texts
+from kvsieve.cli.joined import given_documents
 from kvsieve.planning.documents import document_prompt
 from kvsieve.planning.turns import prompt_ids
 from tiny_models import build
@@ -108,6 +109,7 @@ def test_methods_are_compared_on_joined_documents(cli, chat_dir, files, method):
     [
         (["--documents", "FILE"], "--documents needs a question"),
         (["--documents", "FILE,", "--question", "w1"], "a comma without a file"),
+        (["--documents", "-,-", "--question", "w1"], "names stdin (-) more than once"),
         (["--documents", "FILE", "--question", "w1", "--prompt", "w2"], "got --prompt and --documents"),
         (["--documents", "FILE", "--question", "w1", "--protect", "0:4"], "--documents goes without --protect"),
         (["--documents", "FILE", "--question", "w1", "--memory", "2GiB"], "--documents goes without --memory"),
@@ -127,6 +129,13 @@ def test_bad_documents_fail_before_a_model_is_loaded(cli, monkeypatch, tmp_path,
     monkeypatch.chdir(tmp_path)
     code, out, err = cli("run", *options)
     assert code == 2 and told in err and err.count("error:") == 1 and out == ""
+
+
+def test_a_name_may_have_a_comma(tmp_path):
+    for name in ("a,b.txt", "c.txt", "d.txt"):
+        (tmp_path / name).write_text("w1")
+    given = [str(tmp_path / "a,b.txt"), f"{tmp_path / 'c.txt'}, {tmp_path / 'd.txt'}"]
+    assert given_documents(given, "w2", {}) == ["a,b.txt\n\nw1", "c.txt\n\nw1", "d.txt\n\nw1"]
 
 
 def test_documents_beyond_the_context_are_refused(cli, chat_dir, tmp_path):

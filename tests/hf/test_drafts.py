@@ -14,7 +14,7 @@ from transformers import (
 )
 
 import kvsieve
-from kvsieve.errors import PlanError, UnsupportedOptionError
+from kvsieve.errors import InputError, PlanError, UnsupportedOptionError
 from kvsieve.hf.generate.drafted import TokenSteps, true_rows
 from oracle import let_drafts_know
 from small import plan_of
@@ -237,6 +237,12 @@ def test_transformers_own_options_mean_the_same(call):
         if call == "sieve.generate":
             plain, drafted = plain.sequences, drafted.sequences
     assert plain.tolist() == drafted.tolist()
+
+
+def test_a_plain_call_with_drafts_needs_tokens():
+    model = tiny_model()
+    with kvsieve.attach(model, kvsieve.plan("full")), pytest.raises(InputError, match="input_ids must be a tensor"):
+        model.generate(prompt_lookup_num_tokens=4, bos_token_id=5, **greedy(max_new_tokens=3))
 
 
 def test_a_chat_drafts():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvsieve.cli.documents import document_texts
@@ -40,13 +41,17 @@ def given_documents(given: Sequence[str] | None, question: str | None, unusable:
         unusable: values of options that joined documents do not take, by name.
 
     Raises:
-        InputError: no question, no file between two commas, an unusable option, or see `document_texts`.
+        InputError: no question, no file between two commas, stdin twice, an unusable option, or see `document_texts`.
     """
     if not given:
         return []
-    names = [name.strip() for part in given for name in part.split(",")]
+    # A name may have a comma itself.
+    parts = [[part] if Path(part).is_file() else part.split(",") for part in given]
+    names = [name.strip() for part in parts for name in part]
     if not all(names):
         raise InputError(f"--documents has a comma without a file, got {','.join(given)!r}; write a.txt,b.txt")
+    if names.count("-") > 1:
+        raise InputError("--documents names stdin (-) more than once; write the text to a file, and name that")
     if not question or not question.strip():
         raise InputError('--documents needs a question: add --question "What was decided?"')
     for name, value in unusable.items():

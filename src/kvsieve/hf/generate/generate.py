@@ -35,6 +35,7 @@ from kvsieve.hf.generate.peak_memory import Peak, measure_peak
 from kvsieve.hf.generate.result import GenerateResult
 from kvsieve.hf.generate.stats import Stats, stats_of
 from kvsieve.hf.hooks import refuse_foreign
+from kvsieve.hf.inputs import check_ids
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.hf.prompt.reread import read_again
@@ -277,9 +278,11 @@ def with_stats(
             if draft is not None:
                 check_drafted(config, options)
                 check_draft(draft, model)
+                given, given_mask = plain_prompt(options)
+                check_ids(given, model.config.vocab_size)
                 cache = model.new_cache() if cache is None else cache
                 options[CACHE] = cache
-                answer = DraftedAnswer(model, cache, draft, true_rows(*plain_prompt(options)))
+                answer = DraftedAnswer(model, cache, draft, true_rows(given, given_mask))
                 criteria, options = answer.joined(criteria, options, config)
             output = own_generate(stopping_criteria=StoppingCriteriaList(criteria), **options)
         sequences = output if isinstance(output, Tensor) else output.sequences
