@@ -44,7 +44,11 @@ class PackingPass:
                 f"{type(model).__name__} has no linear layer whose width divides by 32, got weights={self.weights!r}: "
                 "load it without"
             )
-        self._write_header()
+        try:
+            self._write_header()
+        except OSError as error:
+            self.error = error
+            raise
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Pack a tensor, unless it stays plain. The first error is kept for `finish`: the loader would swallow it."""

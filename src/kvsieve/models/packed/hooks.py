@@ -18,6 +18,8 @@ class Pass(Protocol):
 
     # Whether `take` gets the tensors; the model's parameters stay empty then.
     takes: bool
+    # What the pass itself has raised, or keeps for its end; None before.
+    error: Exception | None
 
     def begin(self, model: PreTrainedModel) -> None:
         """Take the model before its weights are loaded; it has no memory yet."""

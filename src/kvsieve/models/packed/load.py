@@ -79,6 +79,7 @@ class _MappingPass:
     """The pass that loads a model around packed weights."""
 
     takes = False
+    error: Exception | None = None
 
     def __init__(self, matrices: dict[str, QuantizedMatrix], weights: Weights) -> None:
         self.matrices = matrices
@@ -166,6 +167,8 @@ class _Checkpoint:
         except (ModelLoadError, _OtherLayoutError):
             raise
         except Exception as exc:
+            if exc is loading.error:
+                raise
             raise load_error(f"cannot load {self.name!r}", self.options, exc) from exc
 
 
