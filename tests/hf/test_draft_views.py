@@ -15,7 +15,7 @@ from kvsieve.hf.drafts.views import checked_view, view_drafter
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.methods import Quest
 from small import plan_of
-from tiny import tiny_model, tiny_prompt
+from tiny import greedy, tiny_model, tiny_prompt
 
 N = 60
 NEW = 12
@@ -252,3 +252,19 @@ def test_caches_without_such_a_view_are_refused(family, plan, message):
         cache = sieve.prefill(tiny_prompt(1, N))
         with pytest.raises(UnsupportedOptionError, match=message):
             view_drafter(sieve, cache, checked_view(SNAPKV, sieve))
+
+
+@pytest.mark.parametrize(
+    ("plan", "rows", "view", "message"),
+    [("adakv", 1, SNAPKV, "heads keep different numbers"), ("full", 2, "quest:budget=16", "which holds 2 rows")],
+)
+def test_a_later_turn_without_such_a_view_is_refused_before_anything_is_fed(plan, rows, view, message):
+    model = tiny_model()
+    ids = tiny_prompt(rows, N)
+    with kvsieve.attach(model, plan_of(plan, model, budget=20)) as sieve:
+        cache = sieve.prefill(ids)
+        more = torch.cat([ids, tiny_prompt(rows, 5)], 1)
+        with pytest.raises(UnsupportedOptionError, match=message):
+            sieve.generate(more, cache=cache, draft=f"self:{view}", **greedy(max_new_tokens=4))
+        assert (cache.status, cache.num_seen) == ("ready", N)
+        sieve.generate(more, cache=cache, **greedy(max_new_tokens=4))

@@ -9,7 +9,7 @@ from kvsieve.hf.drafts.drafter import Drafter, RowDrafts
 from kvsieve.hf.drafts.length import DraftLength
 from kvsieve.hf.drafts.lookup import LookupDrafter
 from kvsieve.hf.drafts.model import model_drafter
-from kvsieve.hf.drafts.views import checked_view, view_drafter
+from kvsieve.hf.drafts.views import check_view_of, checked_view, view_drafter
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.drafts import Draft
 
@@ -47,8 +47,13 @@ def open_drafts(
     return found
 
 
-def check_draft(draft: Draft, model: AttachedModel) -> None:
+def check_draft(draft: Draft, model: AttachedModel, cache: SieveCache | None = None) -> None:
     """Raise for a source that cannot draft for a model under its plan; a draft model is loaded.
+
+    Args:
+        draft: the source.
+        model: attached under the plan.
+        cache: to continue, which may allow no view; None or an empty one is not looked at.
 
     Raises:
         PlanError: a draft model's tokens cannot be mapped, or a plan gives no view.
@@ -58,7 +63,9 @@ def check_draft(draft: Draft, model: AttachedModel) -> None:
     if draft.model is not None:
         model_drafter(draft.model, model)
     if draft.view is not None:
-        checked_view(draft.view, model)
+        view = checked_view(draft.view, model)
+        if cache is not None and cache.num_seen:
+            check_view_of(cache, view)
 
 
 def pass_cost(model: AttachedModel, cache: SieveCache) -> tuple[float, float]:

@@ -91,6 +91,13 @@ def _why_not_evicted(evictor: Evictor) -> str | None:
     return None
 
 
+def check_view_of(cache: SieveCache, plan: Plan) -> None:
+    """Raise UnsupportedOptionError if a cache with a prompt allows no view by a plan of `checked_view`."""
+    reason = _why_not_of(cache, plan)
+    if reason is not None:
+        raise UnsupportedOptionError(f"draft='self:{plan.name}' is no view of this cache: {reason}")
+
+
 def view_drafter(model: AttachedModel, cache: SieveCache, plan: Plan, row: int = 0) -> Drafter:
     """Return a drafter of one row of a cache under a view of it.
 
@@ -103,9 +110,7 @@ def view_drafter(model: AttachedModel, cache: SieveCache, plan: Plan, row: int =
     Raises:
         UnsupportedOptionError: the cache allows no such view.
     """
-    reason = _why_not_of(cache, plan)
-    if reason is not None:
-        raise UnsupportedOptionError(f"draft='self:{plan.name}' is no view of this cache: {reason}")
+    check_view_of(cache, plan)
     return ReaderDrafter(model, cache, plan) if plan.roles == ("read",) else CopyDrafter(model, cache, plan, row)
 
 

@@ -104,7 +104,7 @@ def generate(
     config = asked.config
     check_plan_can(model, input_ids, cache, reading, options, config)
     if asked.draft is not None:
-        check_draft(asked.draft, model)
+        check_draft(asked.draft, model, cache)
     clock = _Clock(exact=asked.measure)
     with measure_peak(model.model.device) if asked.measure else contextlib.nullcontext(Peak()) as peak:
         began = time.perf_counter()
