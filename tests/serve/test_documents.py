@@ -1,4 +1,4 @@
-"""Documents of a request: joined before the last user message's text, and found in the store in any order."""
+"""Documents of a request: joined before the first user message's text, and found in the store in any order."""
 
 from __future__ import annotations
 
@@ -85,6 +85,23 @@ def test_documents_are_found_in_any_order(url, protocol):
     assert found[1] == written[1]
     full = send(url, "w86", {"documents": [third, second, first], "join": "full"})
     assert full[:2] == written[:2] and "edited" not in full[2]
+
+
+def test_a_later_turn_finds_the_documents_of_the_first(url):
+    documents = [words(seed) for seed in (71, 72)]
+    chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
+    kv = {"documents": documents}
+    first = post(url, "chat/completions", {"messages": chat, "max_tokens": 6, "kv": kv}).json()
+    # Documents of other tests may begin with the same word.
+    assert first["usage"]["kv"]["documents"]["prefilled"] >= 2 * SIZE - 2
+    chat += [{"role": "assistant", "content": "w3"}, {"role": "user", "content": "w87"}]
+    later = post(url, "chat/completions", {"messages": chat, "max_tokens": 6, "kv": kv}).json()
+    counts = {"join": "link:tokens=32", "found": 2 * SIZE, "prefilled": 0, "reread": 32}
+    assert later["usage"]["kv"]["documents"] == counts
+    # The prompt is the text that a client would have written.
+    chat[1] = {"role": "user", "content": "\n\n".join([*documents, QUESTION])}
+    written = post(url, "chat/completions", {"messages": chat, "max_tokens": 6}).json()
+    assert later["usage"]["prompt_tokens"] == written["usage"]["prompt_tokens"]
 
 
 @pytest.mark.parametrize("method", ["full", "snapkv:window=4:paper=True"])

@@ -1,4 +1,4 @@
-"""Documents of a request, joined at the beginning of its last user message."""
+"""Documents of a request, joined at the beginning of its first user message."""
 
 from __future__ import annotations
 
@@ -46,12 +46,14 @@ def checked_documents(kv: KVOptions | None, most: int, has_images: bool) -> list
 
 
 def with_documents(messages: Sequence[dict[str, Any]], documents: Sequence[str]) -> list[dict[str, Any]]:
-    """Return template messages with documents at the beginning of the last user message.
+    """Return template messages with documents at the beginning of the first user message.
+
+    Later turns of a conversation then find the documents of earlier ones, after the same tokens.
 
     Raises InputError if there is no such message, or if it has no text.
     """
     out = list(messages)
-    place = next((place for place in reversed(range(len(out))) if out[place]["role"] == "user"), None)
+    place = next((place for place in range(len(out)) if out[place]["role"] == "user"), None)
     if place is None:
         raise InputError("kv.documents: no message is the user's, before whose text documents stand; add one")
     content = out[place]["content"]
@@ -80,7 +82,7 @@ def split_prompt(
     Raises:
         InputError: the template changes the documents, or one has no tokens.
     """
-    start = text.rfind("".join(documents))
+    start = text.find("".join(documents))
     if start < 0:
         raise InputError(
             "kv.documents: the model's template changes their text, such as white space at their beginning; begin the "

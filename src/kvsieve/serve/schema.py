@@ -61,7 +61,7 @@ class KVOptions(Strict):
         map: number of parts of the prompt in a map of kept entries, returned in `usage.kv.map`.
         draft: where drafts of the answer come from, such as "lookup:tokens=4"; "none" for none.
         edits: False to prefill a prompt that does not continue its session, instead of editing the session.
-        documents: texts before the last user message's text, each prefilled alone and found in the store.
+        documents: texts before the first user message's text, each prefilled alone and found in the store.
         join: how they become one prompt, such as "link:tokens=32" (default "link").
     """
 

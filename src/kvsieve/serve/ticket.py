@@ -155,7 +155,7 @@ class Order:
         images: of the prompt; None for text.
         edits: edit the stored conversation if the prompt does not continue it.
         chain: name of the chain of stored responses that a request without a session belongs to; None for none.
-        documents: that the prompt's last message begins with, prefilled alone; None for none.
+        documents: that the prompt's first user message begins with, prefilled alone; None for none.
     """
 
     ids: tuple[int, ...]
