@@ -179,6 +179,26 @@ def test_edits(talk, model_dir, tmp_path):
         assert code == 2 and reason in err
 
 
+@pytest.mark.parametrize(
+    ("lines", "opened", "said"),
+    [
+        ("w1\nw2\n/replace 1 w3\nw4\n", 0, ["w3", "w2", "w4"]),
+        ("w1\nw2\n/replace 2 w3\nw4\n", 0, ["w1", "w3", "w4"]),
+        ("w1\nw2\n/remove 1\nw4\n/remove 1\n/replace 1 w5\n", 0, ["w5"]),
+        ("w1\nw2\n/remove 1\n/undo\nw4\n", 0, ["w1", "w2", "w4"]),
+        ("w1\nw2\n/remove 1\nw4\n", 1, ["w2", "w4"]),
+    ],
+)
+def test_edits_keep_the_text_of_the_file(talk, model_dir, tmp_path, lines, opened, said):
+    (tmp_path / "text.txt").write_text("w8 w9")
+    file = tmp_path / "chat.kv"
+    assert talk(lines, "--commands", "--file", tmp_path / "text.txt", "--save", file)[0] == 0
+    model, tokenizer = kvsieve.models.load(model_dir, "checkpoint")
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        found = [message["content"] for message in sieve.chat(tokenizer, load=file).messages[::2]]
+    assert found == [f"w8 w9\n\n{text}" if at == opened else text for at, text in enumerate(said)]
+
+
 def test_stats_fit_80_columns(talk):
     for asked, options in (("/stats", []), ("/stats wide", []), ("/stats", ["--wide"])):
         err = talk(f"w1\n{asked}\n", "--commands", *options)[2]

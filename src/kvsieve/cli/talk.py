@@ -54,10 +54,12 @@ class Talk:
     """
 
     def __init__(
-        self, chat: Chat, context: str | None, save: str | None, force: bool, commands: bool, as_json: bool, wide: bool
+        self, chat: Chat, file: str | None, save: str | None, force: bool, commands: bool, as_json: bool, wide: bool
     ) -> None:
         self.chat = chat
-        self.context = context
+        # Text before the first message, and the turn that has it.
+        self.file = file
+        self.placed: int | None = None
         self.save_to = save
         self.force = force
         self.as_json = as_json
@@ -68,8 +70,8 @@ class Talk:
         self.styled = self.watched and not os.environ.get("NO_COLOR")
         # Messages of this session, as they were written.
         self.said: list[str] = []
-        # For /undo: the state, its unprefilled text and its messages.
-        self.before: tuple[ChatSnapshot, str | None, list[str]] | None = None
+        # For /undo: the state, the turn with the file's text, and the messages.
+        self.before: tuple[ChatSnapshot, int | None, list[str]] | None = None
         self.unsaved = True
         # Kinds of notes that were printed, without their numbers.
         self.printed: set[str] = set()
@@ -161,7 +163,7 @@ class Talk:
         if self.before is None:
             raise InputError("/undo forgets the last turn or edit of this session, once; there is none")
         edit = len(self.before[2]) == len(self.said)
-        taken, self.context, self.said = self.before
+        taken, self.placed, self.said = self.before
         self.before = None
         self.chat.rollback(taken)
         self.unsaved = True
@@ -169,17 +171,24 @@ class Talk:
         self._save_here()
 
     def _edit(self, name: str, rest: str) -> None:
-        before = self.chat.snapshot(), self.context, [*self.said]
-        line = edited(self.chat, name, rest)
+        before = self.chat.snapshot(), self.placed, [*self.said]
+        line, removed = edited(self.chat, name, rest, self._opening)
+        if removed is not None and self.placed is not None and removed <= self.placed:
+            # The file's text then stands before the next message again.
+            self.placed = None if removed == self.placed else self.placed - 1
         self.before = before
         self.unsaved = True
         self.aside(line)
         self._save_here()
 
+    def _opening(self, turn: int | None) -> str:
+        """Return the file's text if it stands before the message of a turn, else "". turn: None for the next one."""
+        return f"{self.file}\n\n" if self.file is not None and turn == self.placed else ""
+
     def _turn(self, line: str, again: bool = False) -> None:
         """Send `line` and print the answer or, with `again`, another answer to the last line."""
-        message = line if self.context is None else f"{self.context}\n\n{line}"
-        before = (self.chat.snapshot(), self.context, [*self.said]) if self.commands else None
+        message = self._opening(None) + line
+        before = (self.chat.snapshot(), self.placed, [*self.said]) if self.commands else None
         turns = self.chat.turns
         try:
             reply = self._answer(None if again else message)
@@ -193,7 +202,7 @@ class Talk:
             reply = None
         if not again:
             self.before = before
-            self.context = None
+            self.placed = len(turns) if self.placed is None else self.placed
             self.said.append(line)
         self.unsaved = True
         if self.as_json and reply is not None:

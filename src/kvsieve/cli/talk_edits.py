@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvsieve.errors import InputError
@@ -18,18 +19,20 @@ EDITS = {
 }
 
 
-def edited(chat: Chat, name: str, rest: str) -> str:
-    """Edit a chat by a command, and return a line on the effect.
+def edited(chat: Chat, name: str, rest: str, opening: Callable[[int], str]) -> tuple[str, int | None]:
+    """Edit a chat by a command; return a line on the effect, and the index of a removed turn.
 
     Args:
         chat: between turns.
         name: of the command, "/remove".
         rest: its arguments.
+        opening: returns the text that stays before the replaced message of a turn, "" for none.
 
     Raises:
         InputError: a missing or unknown turn, or no text; and see the chat's methods.
     """
     number, _, text = rest.partition(" ")
+    removed = None
     if name == "/strip":
         if rest and not rest.isdecimal():
             raise InputError(f"/strip takes nothing, or a number of last turns that keep tool results, got {rest!r}")
@@ -39,9 +42,13 @@ def edited(chat: Chat, name: str, rest: str) -> str:
         turn = _turn(chat, name, number)
         if name == "/replace" and not text.strip():
             raise InputError("/replace needs a turn's number and the new message: /replace 2 TEXT")
-        change = chat.remove(turn) if name == "/remove" else chat.replace(turn, text)
-        done = f"turn {number} {'removed' if name == '/remove' else 'replaced'}"
-    return f"{done}: {change.reused} tokens reused, {change.moved} of them approximate, {change.reread} prefilled"
+        if name == "/remove":
+            change, removed = chat.remove(turn), turn
+        else:
+            change = chat.replace(turn, opening(turn) + text)
+        done = f"turn {number} {'replaced' if removed is None else 'removed'}"
+    line = f"{done}: {change.reused} tokens reused, {change.moved} of them approximate, {change.reread} prefilled"
+    return line, removed
 
 
 def _turn(chat: Chat, name: str, number: str) -> int:
