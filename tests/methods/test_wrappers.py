@@ -21,6 +21,7 @@ MORE = {
     "AdaKV": {"normalize": False},
     "HeadKV": {"heads": ((1.0, 0.5),) * 4},
     "LUKV": {"shares": (((0.3, 0.5), (0.4, 0.8)),) * 4},
+    "UNComp": {"heads": ((1.0, 0.5),) * 4},
     "Threshold": {"threshold": -1e9, "recent": 1},
 }
 
@@ -75,7 +76,7 @@ class Observing(Offering):
 
 
 def test_every_wrapper_is_found():
-    assert len(holders()) == 16
+    assert len(holders()) == 17
 
 
 # The budget of others is what they keep; this one's is a limit.

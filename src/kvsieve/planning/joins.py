@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from torch import Tensor
-
 from kvsieve.errors import PlanError, short
+from kvsieve.lazy import Tensor
 from kvsieve.planning.loading import canonical, load_methods
 from kvsieve.planning.parameters import Checked
 from kvsieve.planning.specs import split_specs

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from kvsieve.lazy import Tensor
 from kvsieve.methods.joins.shares import parse_share
 from kvsieve.planning.joins import AskedJoin, register_join
 
