@@ -1,7 +1,7 @@
 """Every method's behaviour on a tiny model, recorded, so that a change of the code's form can show that it kept it.
 
     python tests/support/freeze.py --compare tests/data/frozen.json.gz [--methods snapkv,fastkv]
-    python tests/support/freeze.py --write tests/data/frozen.json.gz
+    python tests/support/freeze.py --write tests/data/frozen.json.gz [--methods snapkv,fastkv]
 
 For every registered method and each of CASES (one shot, in chunks, a padded batch, two turns, ...) the record holds the
 kept tokens per row, layer and head, the generated tokens, some of their logits, a few statistics, and, where the case
@@ -236,9 +236,9 @@ def _first_differing(expected: list[Any], found: list[Any]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     todo = parser.add_mutually_exclusive_group(required=True)
-    todo.add_argument("--write", type=Path, metavar="FILE", help="record all methods")
+    todo.add_argument("--write", type=Path, metavar="FILE", help="record all methods, or those of --methods anew in it")
     todo.add_argument("--compare", type=Path, metavar="FILE", help="compare with a record, and exit 1 where it differs")
-    parser.add_argument("--methods", help="those to compare, separated by commas; all")
+    parser.add_argument("--methods", help="those to record or compare, separated by commas; all")
     options = parser.parse_args()
     names = options.methods.split(",") if options.methods else kvsieve.list_methods()
     model = tiny_model()
@@ -247,9 +247,8 @@ def main() -> int:
     gc.freeze()
     records = {name: frozen(model, name) for name in names}
     if options.write is not None:
-        if options.methods:
-            parser.error("--write records all methods; --methods is for --compare")
-        write(options.write, records)
+        known = read(options.write) if options.methods else {}
+        write(options.write, dict(sorted({**known, **records}.items())))
         return 0
     known = read(options.compare)
     count = 0
