@@ -76,7 +76,8 @@ class _Given(Scattered, heads="all", query_aware=False):
 def beside(cache: SieveCache, turn: Turn) -> Iterator[None]:
     """Let passes run in a turn of their own; the conversation's record is then as before, without that of the passes.
 
-    The number of columns that the cache has seen stays as the passes leave it.
+    The number of columns that the cache has seen stays as the passes leave it. After a pass that fails, the cache is
+    unusable anyway, so nothing is restored.
     """
     conversation = cache.conversation
     before = conversation.copy()

@@ -17,7 +17,7 @@ def method_parameters(measured: Mapping[str, Any], pooled: SnapKV, tsp_rate: Any
         pooled: has the window and the pooling.
         tsp_rate: tokens propagated where layers were compared.
     """
-    chosen = {name: getattr(pooled, name) for name in ("window", "kernel", "pooling")}
+    chosen = {"window": pooled.window, "kernel": pooled.kernel, "pooling": pooled.pooling}
     found: dict[str, dict[str, Any]] = {}
     if "pooling" in measured:
         # A method with its own window, such as RocketKV's first stage, keeps it.
