@@ -227,21 +227,4 @@ class AdaKVParameters(Parameters):
     every: int | None = None
 
     def plan(self) -> Plan:
-        base = GroupedSnapKV(
-            budget=Budget.parse(self.budget),
-            window=self.window,
-            kernel=self.kernel,
-            pooling=self.pooling,
-            skip_layers=self.skip_layers,  # type: ignore[arg-type]
-            every=self.every,
-        )
-        return Plan(
-            evict=AdaKV(
-                base=base,
-                alpha=self.alpha,
-                normalize=self.normalize,
-                rule=self.rule,
-                pyramid=self.pyramid,
-                beta=self.beta,
-            )
-        )
+        return Plan(evict=self.role(AdaKV, base=self.role(GroupedSnapKV)))

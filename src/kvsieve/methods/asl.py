@@ -221,20 +221,5 @@ class ASLParameters(Parameters):
     def plan(self) -> Plan:
         if self.two_pass and self.full_before:
             raise PlanError("ASL: full_before=True keeps what two_pass=True does not store; leave one of them out")
-        rate = Budget.parse(self.budget)
-        propagate = AdaptiveTSP(
-            rate=rate,
-            tau=self.tau,
-            observed=self.observed,
-            first=self.first,
-            window=self.window,
-            kernel=self.kernel,
-            pooling=self.pooling,
-            two_pass=self.two_pass,
-            rule=self.rule,
-        )
         whole = self.full_before or self.two_pass
-        return Plan(
-            propagate=propagate,
-            evict=None if whole else SnapKV(budget=rate, window=self.window, kernel=self.kernel, pooling=self.pooling),
-        )
+        return Plan(propagate=self.role(AdaptiveTSP, rate=self.budget), evict=None if whole else self.role(SnapKV))

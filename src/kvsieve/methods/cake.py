@@ -140,13 +140,4 @@ class CakeParameters(Parameters):
     every: int | None = None
 
     def plan(self) -> Plan:
-        base = CakeScores(
-            budget=Budget.parse(self.budget),
-            window=self.window,
-            kernel=self.kernel,
-            pooling=self.pooling,
-            gamma=self.gamma,
-            skip_layers=self.skip_layers,  # type: ignore[arg-type]
-            every=self.every,
-        )
-        return Plan(evict=CAKE(base=base, tau1=self.tau1, tau2=self.tau2))
+        return Plan(evict=self.role(CAKE, base=self.role(CakeScores)))

@@ -30,7 +30,7 @@ from kvsieve.methods.snapkv import SnapKV
 from kvsieve.planning import defaults
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
-from kvsieve.planning.registry import register_method
+from kvsieve.planning.registry import Parameters, register_method
 from kvsieve.planning.roles import Layers
 from kvsieve.types import LayerContext, Selection
 
@@ -104,26 +104,19 @@ class CrossLayerTSP(TSP, heads="all", query_aware=True):
     query_aware=True,
     derive=defaults.fastkv,
 )
-def claa(
-    budget: Budget | str | int | float = "10%",
-    tsp_layer: int | None = None,
-    tsp_rate: Budget | str | int | float = 0.2,
-    joined: int = 4,
-    window: int = 8,
-    kernel: Kernel = 7,
-    pooling: Pool = "max",
-    skip_layers: Layers | str = 4,
-) -> Plan:
+@dataclass(frozen=True, kw_only=True)
+class CLAAParameters(Parameters):
     """FastKV that ranks tokens by their largest score over several layers."""
-    return Plan(
-        propagate=CrossLayerTSP(
-            rate=Budget.parse(tsp_rate), layer=tsp_layer, joined=joined, window=window, kernel=kernel, pooling=pooling
-        ),
-        evict=SnapKV(
-            budget=Budget.parse(budget),
-            window=window,
-            kernel=kernel,
-            pooling=pooling,
-            skip_layers=skip_layers,  # type: ignore[arg-type]
-        ),
-    )
+
+    budget: Budget | str | int | float = "10%"
+    tsp_layer: int | None = None
+    tsp_rate: Budget | str | int | float = 0.2
+    joined: int = 4
+    window: int = 8
+    kernel: Kernel = 7
+    pooling: Pool = "max"
+    skip_layers: Layers | str = 4
+
+    def plan(self) -> Plan:
+        propagate = self.role(CrossLayerTSP, rate=self.tsp_rate, layer=self.tsp_layer)
+        return Plan(propagate=propagate, evict=self.role(SnapKV))

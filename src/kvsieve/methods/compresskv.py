@@ -24,7 +24,7 @@ from kvsieve.methods.snapkv import SnapKV
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.profiles import Heads, Profile, array_of
-from kvsieve.planning.registry import register_method
+from kvsieve.planning.registry import Parameters, register_method
 from kvsieve.types import LayerContext
 
 
@@ -95,26 +95,19 @@ class CompressKV(SnapKV, heads="all", query_aware=True):
 @register_method(
     "compresskv", title="CompressKV", paper="arXiv 2508.02401", phase="end of prompt", query_aware=True, part="heads"
 )
-def compresskv(
-    budget: Budget | str | int | float = "20%",
-    profile: Profile | str | os.PathLike[str] | None = None,
-    voters: int = 4,
-    window: int = 8,
-    kernel: Kernel = 5,
-    pooling: Pool = "avg",
-    skip_layers: int | tuple[int, ...] | str = 0,
-    every: int | None = None,
-) -> Plan:
+@dataclass(frozen=True, kw_only=True)
+class CompressKVParameters(Parameters):
     """Keep the entries that a layer's retrieval heads attend to, the same in all heads; needs a model's profile."""
-    heads, model = array_of("heads", "compresskv", profile)
-    evictor = CompressKV(
-        budget=Budget.parse(budget),
-        heads=heads,
-        voters=voters,
-        window=window,
-        kernel=kernel,
-        pooling=pooling,
-        skip_layers=skip_layers,  # type: ignore[arg-type]
-        every=every,
-    )
-    return Plan(evict=evictor, profile=model)
+
+    budget: Budget | str | int | float = "20%"
+    profile: Profile | str | os.PathLike[str] | None = None
+    voters: int = 4
+    window: int = 8
+    kernel: Kernel = 5
+    pooling: Pool = "avg"
+    skip_layers: int | tuple[int, ...] | str = 0
+    every: int | None = None
+
+    def plan(self) -> Plan:
+        heads, model = array_of("heads", "compresskv", self.profile)
+        return Plan(evict=self.role(CompressKV, heads=heads), profile=model)

@@ -164,12 +164,4 @@ class D2OParameters(Parameters):
     every: int | None = 1
 
     def plan(self) -> Plan:
-        base = HeavyHitters(
-            budget=Budget.parse(self.budget),
-            recent=self.recent,
-            sinks=self.sinks,
-            skip_layers=self.skip_layers,  # type: ignore[arg-type]
-            every=self.every,
-        )
-        layers = SpreadLayers(base=base)
-        return Plan(evict=D2O(base=layers, sinks=self.sinks, alpha=self.alpha, beta=self.beta))
+        return Plan(evict=self.role(D2O, base=SpreadLayers(base=self.role(HeavyHitters))))

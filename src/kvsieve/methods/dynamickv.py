@@ -25,7 +25,7 @@ from kvsieve.methods.snapkv import SnapKV
 from kvsieve.planning import defaults
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
-from kvsieve.planning.registry import register_method
+from kvsieve.planning.registry import Parameters, register_method
 from kvsieve.types import LayerContext
 
 
@@ -92,23 +92,18 @@ class DynamicKV(Cascade, heads="all", query_aware=True):
     query_aware=True,
     derive=defaults.pooling,
 )
-def dynamickv(
-    budget: Budget | str | int | float = "20%",
-    most: float = 5.0,
-    interval: int = 4,
-    window: int = 8,
-    kernel: Kernel = 7,
-    pooling: Pool = "avg",
-    skip_layers: int | tuple[int, ...] | str = 0,
-    every: int | None = None,
-) -> Plan:
+@dataclass(frozen=True, kw_only=True)
+class DynamicKVParameters(Parameters):
     """Set each layer's budget by its share of the best entries of all layers."""
-    base = SnapKV(
-        budget=Budget.parse(budget),
-        window=window,
-        kernel=kernel,
-        pooling=pooling,
-        skip_layers=skip_layers,  # type: ignore[arg-type]
-        every=every,
-    )
-    return Plan(evict=DynamicKV(base=base, most=most, interval=interval))
+
+    budget: Budget | str | int | float = "20%"
+    most: float = 5.0
+    interval: int = 4
+    window: int = 8
+    kernel: Kernel = 7
+    pooling: Pool = "avg"
+    skip_layers: int | tuple[int, ...] | str = 0
+    every: int | None = None
+
+    def plan(self) -> Plan:
+        return Plan(evict=self.role(DynamicKV, base=self.role(SnapKV)))

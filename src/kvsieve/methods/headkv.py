@@ -25,7 +25,7 @@ from kvsieve.methods.base import ScoredEvictor
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.profiles import Heads, Profile, array_of, numbers
-from kvsieve.planning.registry import register_method
+from kvsieve.planning.registry import Parameters, register_method
 
 _BASE = GroupedSnapKV(budget=Budget(ratio=0.2))
 
@@ -87,24 +87,19 @@ def check_heads(owner: str, scores: Heads, layers: int, heads: int, more: int | 
 @register_method(
     "headkv", title="HeadKV", paper="arXiv 2410.19258", phase="end of prompt", query_aware=True, part="heads"
 )
-def headkv(
-    budget: Budget | str | int | float = "20%",
-    profile: Profile | str | os.PathLike[str] | None = None,
-    beta: float = 1.2,
-    window: int = 32,
-    kernel: Kernel = 7,
-    pooling: Pool = "max",
-    skip_layers: int | tuple[int, ...] | str = 0,
-    every: int | None = None,
-) -> Plan:
+@dataclass(frozen=True, kw_only=True)
+class HeadKVParameters(Parameters):
     """SnapKV with one budget for the heads of all layers, shared by their retrieval scores; needs a model's profile."""
-    heads, model = array_of("heads", "headkv", profile)
-    base = GroupedSnapKV(
-        budget=Budget.parse(budget),
-        window=window,
-        kernel=kernel,
-        pooling=pooling,
-        skip_layers=skip_layers,  # type: ignore[arg-type]
-        every=every,
-    )
-    return Plan(evict=HeadKV(base=base, heads=heads, beta=beta), profile=model)
+
+    budget: Budget | str | int | float = "20%"
+    profile: Profile | str | os.PathLike[str] | None = None
+    beta: float = 1.2
+    window: int = 32
+    kernel: Kernel = 7
+    pooling: Pool = "max"
+    skip_layers: int | tuple[int, ...] | str = 0
+    every: int | None = None
+
+    def plan(self) -> Plan:
+        heads, model = array_of("heads", "headkv", self.profile)
+        return Plan(evict=self.role(HeadKV, base=self.role(GroupedSnapKV), heads=heads), profile=model)

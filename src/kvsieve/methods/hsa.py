@@ -91,12 +91,6 @@ class HSA(BudgetReader, PagedReader, static_shapes=True):
 
 
 @register_method("hsa", title="HSA", paper="arXiv 2502.14051", phase="decode", query_aware=True)
-def hsa(
-    budget: Budget | str | int | float = 512,
-) -> Plan:
+def hsa(budget: Budget | str | int | float = 512) -> Plan:
     """Read entries ranked by page bounds in the query's largest channels: RocketKV's second stage alone."""
-    return Plan(
-        read=HSA(
-            budget=Budget.parse(budget),
-        )
-    )
+    return Plan(read=HSA(budget=Budget.parse(budget)))

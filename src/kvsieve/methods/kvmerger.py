@@ -146,12 +146,4 @@ class KVMergerParameters(Parameters):
     every: int | None = None
 
     def plan(self) -> Plan:
-        base = MergingSets(
-            budget=Budget.parse(self.budget),
-            recent=self.recent,
-            heavy=self.heavy,
-            sinks=self.sinks,
-            skip_layers=self.skip_layers,  # type: ignore[arg-type]
-            every=self.every,
-        )
-        return Plan(evict=KVMerger(base=base, sinks=self.sinks, threshold=self.threshold))
+        return Plan(evict=self.role(KVMerger, base=self.role(MergingSets)))

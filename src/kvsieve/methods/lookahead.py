@@ -24,7 +24,7 @@ from kvsieve.methods.snapkv import SnapKV
 from kvsieve.planning import defaults
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
-from kvsieve.planning.registry import register_method
+from kvsieve.planning.registry import Parameters, register_method
 from kvsieve.planning.roles import ProbePasses, ProbingEvictor
 from kvsieve.types import LayerContext, Selection
 
@@ -125,24 +125,17 @@ class Lookahead(SnapKV, ProbingEvictor, heads="own", query_aware=True):
     query_aware=True,
     derive=defaults.pooling,
 )
-def lookahead(
-    budget: Budget | str | int | float = "20%",
-    lookahead: int = 8,
-    draft: Budget | str | int | float | None = None,
-    local: bool = True,
-    window: int = 32,
-    kernel: Kernel = 7,
-    pooling: Pool = "avg",
-) -> Plan:
+@dataclass(frozen=True, kw_only=True)
+class LookaheadParameters(Parameters):
     """Keep the entries that a draft of the answer attends to."""
-    return Plan(
-        evict=Lookahead(
-            budget=Budget.parse(budget),
-            lookahead=lookahead,
-            draft=None if draft is None else Budget.parse(draft),
-            local=local,
-            window=window,
-            kernel=kernel,
-            pooling=pooling,
-        )
-    )
+
+    budget: Budget | str | int | float = "20%"
+    lookahead: int = 8
+    draft: Budget | str | int | float | None = None
+    local: bool = True
+    window: int = 32
+    kernel: Kernel = 7
+    pooling: Pool = "avg"
+
+    def plan(self) -> Plan:
+        return Plan(evict=self.role(Lookahead))

@@ -188,18 +188,4 @@ class PyramidInferParameters(Parameters):
     floor: int = 0
 
     def plan(self) -> Plan:
-        return Plan(
-            propagate=PyramidInfer(
-                rate=self.rate,
-                recent=self.recent,
-                strategy=self.strategy,
-                interval=self.interval,
-                min_context=self.min_context,
-                sinks=self.sinks,
-                distance_weight=self.distance_weight,
-                floor=self.floor,
-            ),
-            evict=None
-            if self.budget is None
-            else SnapKV(budget=Budget.parse(self.budget), window=self.window, kernel=self.kernel),
-        )
+        return Plan(propagate=self.role(PyramidInfer), evict=None if self.budget is None else self.role(SnapKV))

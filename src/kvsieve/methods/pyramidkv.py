@@ -25,7 +25,7 @@ from kvsieve.methods.snapkv import SnapKV
 from kvsieve.planning import defaults
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
-from kvsieve.planning.registry import register_method
+from kvsieve.planning.registry import Parameters, register_method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,22 +62,17 @@ def pyramid_shares(length: int, count: int, floor: int, spare: int, layers: int,
     query_aware=True,
     derive=defaults.pooling,
 )
-def pyramidkv(
-    budget: Budget | str | int | float = "20%",
-    beta: int = 20,
-    window: int = 32,
-    kernel: Kernel = 5,
-    pooling: Pool = "avg",
-    skip_layers: int | tuple[int, ...] | str = 0,
-    every: int | None = None,
-) -> Plan:
+@dataclass(frozen=True, kw_only=True)
+class PyramidKVParameters(Parameters):
     """SnapKV with budgets that fall from the first layer to the last."""
-    base = SnapKV(
-        budget=Budget.parse(budget),
-        window=window,
-        kernel=kernel,
-        pooling=pooling,
-        skip_layers=skip_layers,  # type: ignore[arg-type]
-        every=every,
-    )
-    return Plan(evict=PyramidKV(base=base, beta=beta))
+
+    budget: Budget | str | int | float = "20%"
+    beta: int = 20
+    window: int = 32
+    kernel: Kernel = 5
+    pooling: Pool = "avg"
+    skip_layers: int | tuple[int, ...] | str = 0
+    every: int | None = None
+
+    def plan(self) -> Plan:
+        return Plan(evict=self.role(PyramidKV, base=self.role(SnapKV)))

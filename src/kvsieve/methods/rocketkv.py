@@ -28,7 +28,7 @@ from kvsieve.methods.per_turn import PerTurn
 from kvsieve.methods.readers import LEAST
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
-from kvsieve.planning.registry import register_method
+from kvsieve.planning.registry import Parameters, register_method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,56 +61,28 @@ class RocketEviction(GroupedSnapKV, heads="own", query_aware=True, fixed_counts=
 
 
 @register_method("rocketkv", title="RocketKV", paper="arXiv 2502.14051", phase="decode", query_aware=True)
-def rocketkv(
-    budget: Budget | str | int | float = 512,
-    window: int = 32,
-    kernel: int = 63,
-    pooling: Pool = "max",
-    skip_layers: int | tuple[int, ...] | str = 0,
-    newest: bool = True,
-    sparse_questions: bool = False,
-) -> Plan:
+@dataclass(frozen=True, kw_only=True)
+class RocketKVParameters(Parameters):
     """Evict by SnapKV with wide pooling, then read few of the entries left per token; `budget` covers both."""
-    evict = _first(budget, window, kernel, pooling, skip_layers)
-    return Plan(evict=evict, read=_second(evict, newest, sparse_questions))
+
+    budget: Budget | str | int | float = 512
+    window: int = 32
+    kernel: int = 63
+    pooling: Pool = "max"
+    skip_layers: int | tuple[int, ...] | str = 0
+    newest: bool = True
+    sparse_questions: bool = False
+
+    def plan(self) -> Plan:
+        return Plan(evict=self.role(RocketEviction), read=self.role(HSA, after_eviction=True))
 
 
 @register_method("rocketkv-mt", title="RocketKV-MT", paper="arXiv 2502.14051", phase="decode", query_aware=True)
-def rocketkv_mt(
-    budget: Budget | str | int | float = 512,
-    window: int = 32,
-    kernel: int = 63,
-    pooling: Pool = "max",
-    skip_layers: int | tuple[int, ...] | str = 0,
-    newest: bool = True,
-    sparse_questions: bool = False,
-) -> Plan:
+@dataclass(frozen=True, kw_only=True)
+class RocketKVMTParameters(RocketKVParameters):
     """RocketKV for conversations: evict nothing; each turn's first stage limits the entries it may read."""
-    evict = _first(budget, window, kernel, pooling, skip_layers)
-    return Plan(evict=PerTurn(base=evict), read=_second(evict, newest, sparse_questions))
 
-
-def _first(
-    budget: Budget | str | int | float,
-    window: int,
-    kernel: int,
-    pooling: Pool,
-    skip_layers: int | tuple[int, ...] | str,
-) -> RocketEviction:
-    return RocketEviction(
-        budget=Budget.parse(budget),
-        window=window,
-        kernel=kernel,
-        pooling=pooling,
-        skip_layers=skip_layers,  # type: ignore[arg-type]
-    )
-
-
-def _second(evict: RocketEviction, newest: bool, sparse_questions: bool) -> HSA:
-    return HSA(
-        budget=evict.budget,
-        after_eviction=True,
-        skip_layers=evict.skip_layers,
-        newest=newest,
-        sparse_questions=sparse_questions,
-    )
+    def plan(self) -> Plan:
+        plan = super().plan()
+        assert plan.evict is not None
+        return Plan(evict=PerTurn(base=plan.evict), read=plan.read)

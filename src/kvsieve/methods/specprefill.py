@@ -29,7 +29,7 @@ from kvsieve.methods.base import apply_protection, check_int
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
-from kvsieve.planning.registry import register_method
+from kvsieve.planning.registry import Parameters, register_method
 from kvsieve.planning.roles import DraftPropagator, Loaded, draft_of
 from kvsieve.types import LayerContext, Selection
 
@@ -127,22 +127,17 @@ class SpecPrefill(DraftPropagator, heads="all", query_aware=True):
     query_aware=True,
     example={"draft": "demo"},
 )
-def specprefill(
-    draft: Any,
-    keep: Budget | str | int | float = "20%",
-    lookahead: int = 8,
-    smooth: int = 13,
-    chunk_length: int = 32,
-    keep_last: int = 32,
-    budget: Budget | str | int | float | None = None,
-) -> Plan:
+@dataclass(frozen=True, kw_only=True)
+class SpecPrefillParameters(Parameters):
     """Prefill only the tokens that a smaller model, `draft`, attends to; with `budget`, evict by SnapKV, too."""
-    propagate = SpecPrefill(
-        draft=draft,
-        keep=Budget.parse(keep),
-        lookahead=lookahead,
-        smooth=smooth,
-        chunk_length=chunk_length,
-        keep_last=keep_last,
-    )
-    return Plan(propagate=propagate, evict=None if budget is None else SnapKV(budget=Budget.parse(budget)))
+
+    draft: Any
+    keep: Budget | str | int | float = "20%"
+    lookahead: int = 8
+    smooth: int = 13
+    chunk_length: int = 32
+    keep_last: int = 32
+    budget: Budget | str | int | float | None = None
+
+    def plan(self) -> Plan:
+        return Plan(propagate=self.role(SpecPrefill), evict=None if self.budget is None else self.role(SnapKV))

@@ -87,18 +87,5 @@ class StagedParameters(Parameters):
     pooling: Pool = "max"
 
     def plan(self) -> Plan:
-        return Plan(
-            propagate=StagedTSP(
-                rate=Budget.parse(self.tsp_rate),
-                layer=self.tsp_layer,
-                early=self.early_layer,
-                early_rate=Budget.parse(self.early_rate),
-                joined=self.joined,
-                window=self.window,
-                kernel=self.kernel,
-                pooling=self.pooling,
-            ),
-            evict=SnapKV(
-                budget=Budget.parse(self.budget), window=self.window, kernel=self.kernel, pooling=self.pooling
-            ),
-        )
+        propagate = self.role(StagedTSP, rate=self.tsp_rate, layer=self.tsp_layer, early=self.early_layer)
+        return Plan(propagate=propagate, evict=self.role(SnapKV))

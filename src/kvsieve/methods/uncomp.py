@@ -200,19 +200,6 @@ class UNCompParameters(Parameters):
 
     def plan(self) -> Plan:
         heads, model = array_of("entropies", "uncomp", self.profile)
-        base = GroupedSnapKV(
-            budget=Budget.parse(self.budget),
-            window=self.window,
-            kernel=self.kernel,
-            pooling=self.pooling,
-            skip_layers=self.skip_layers,  # type: ignore[arg-type]
-            every=self.every,
-        )
-        stages = None
-        if self.stages is not None:
-            stages = UNCompStages(rate=Budget.parse(self.rate), stages=self.stages, window=self.window)
-        return Plan(
-            propagate=stages,
-            evict=UNComp(base=base, heads=heads, groups=self.groups, spread=self.spread),
-            profile=model,
-        )
+        stages = None if self.stages is None else self.role(UNCompStages)
+        evict = self.role(UNComp, base=self.role(GroupedSnapKV), heads=heads)
+        return Plan(propagate=stages, evict=evict, profile=model)

@@ -221,13 +221,4 @@ class ZeroMergeParameters(Parameters):
     every: int | None = 1
 
     def plan(self) -> Plan:
-        base = ThreeParts(
-            budget=Budget.parse(self.budget),
-            tail=self.tail,
-            residual=self.residual,
-            decay=self.decay,
-            sinks=self.sinks,
-            skip_layers=self.skip_layers,  # type: ignore[arg-type]
-            every=self.every,
-        )
-        return Plan(evict=ZeroMerge(base=base, sinks=self.sinks))
+        return Plan(evict=self.role(ZeroMerge, base=self.role(ThreeParts)))

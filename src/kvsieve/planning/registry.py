@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # A function that returns a Plan, or the class of a role.
 Made = TypeVar("Made", bound=Callable[..., Any])
+R = TypeVar("R", bound="Role")
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,12 @@ class Parameters(ABC):
     @abstractmethod
     def plan(self) -> Plan:
         """Return the plan of these parameters."""
+
+    def role(self, kind: type[R], **others: Any) -> R:
+        """Return a role with these parameters for the fields of the same names; `others` take precedence."""
+        names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        own = {name: value for name, value in vars(self).items() if name in names}
+        return kind(**{**own, **others})
 
 
 class Rarely(TypedDict, total=False):
