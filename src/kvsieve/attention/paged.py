@@ -225,6 +225,3 @@ class CompiledReading:
             row.take = take
             if total is not None:
                 row.sum = total.data_ptr() + number * total.stride(0) * total.element_size()
-
-
-__all__ = ["CompiledReading", "compile_seconds", "why_not_compiled"]

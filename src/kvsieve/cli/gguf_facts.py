@@ -132,6 +132,3 @@ def _repository(file: GgufFile) -> str | None:
         if owner and name and "/" not in name:
             return f"{owner}/{name}"
     return None
-
-
-__all__ = ["file_facts"]

@@ -184,15 +184,3 @@ def _dtype_after(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> torch.dt
             "weights='expand' for other devices"
         )
     return found.dtype
-
-
-__all__ = [
-    "LINEARS",
-    "DequantizedWeight",
-    "QuantizedEmbedding",
-    "QuantizedLinear",
-    "dequantized_together",
-    "dtype_of",
-    "matrices_of",
-    "weight_bytes",
-]

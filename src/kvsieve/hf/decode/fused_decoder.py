@@ -96,6 +96,3 @@ def by_default(decoder: nn.Module, output: nn.Module | None, *, alone: bool) -> 
         except ValueError as reason:
             _log.info("nothing is compiled: %s", reason)
     return "eager", None
-
-
-__all__ = ["FusedDecoder", "by_default"]

@@ -115,6 +115,3 @@ def _forward(layer: nn.Module, parts: LayerParts, number: int, token: TokenLayer
         return found
 
     return forward
-
-
-__all__ = ["FusedLayers"]

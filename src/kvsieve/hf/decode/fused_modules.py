@@ -213,6 +213,3 @@ def _rotary_agrees(turn: types.FunctionType, decoder: nn.Module) -> bool:
     dtype = next(decoder.parameters()).dtype
     q, cos, sin = _random(1, 2, 3, 16, dtype=dtype).transpose(1, 2), *_random(2, 1, 2, 16, dtype=dtype)
     return _near(kernel.rotate(q, cos, sin), turn(q, q, cos, sin)[0])
-
-
-__all__ = ["FusedModules"]

@@ -248,6 +248,3 @@ class _Attention(nn.Module):
 def _near(found: Tensor, wanted: Tensor) -> bool:
     bound = 1e-4 if wanted.dtype == torch.float32 else 5e-2
     return found.shape == wanted.shape and bool((found - wanted).float().norm() <= bound * wanted.float().norm())
-
-
-__all__ = ["ATTENTION", "FURTHER", "LAYER", "LayerParts", "own_forward"]

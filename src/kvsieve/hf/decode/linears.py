@@ -144,6 +144,3 @@ def _is_plain(module: nn.Module) -> bool:
     if type(module) is not nn.Linear or "forward" in module.__dict__:
         return False
     return is_readable(module.weight, module.bias)
-
-
-__all__ = ["Linears"]

@@ -120,6 +120,3 @@ def free_memory() -> int | None:
         limit, used = ((group / name).read_text() for name in ("memory.max", "memory.current"))
         found.append(max(int(limit) - int(used), 0))
     return min(found, default=None)
-
-
-__all__ = ["NarrowWeight", "free_memory", "why_not_narrow"]

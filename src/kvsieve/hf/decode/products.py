@@ -86,6 +86,3 @@ def _lies_so(place: _Place, held: Mapping[str, Any]) -> bool:
     if held["weight"] is not weight or weight.data_ptr() != at or not weight.is_contiguous():
         return False
     return held["bias"] is bias and (bias is None or bias.data_ptr() == bias_at)
-
-
-__all__ = ["Product", "is_readable"]

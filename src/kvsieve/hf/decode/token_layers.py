@@ -255,6 +255,3 @@ def computed_before(session: Session, number: int, given: Tensor, kwargs: Mappin
             "before: attach with decode='eager'"
         )
     return given
-
-
-__all__ = ["TokenLayers", "computed_before"]

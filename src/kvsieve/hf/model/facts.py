@@ -215,6 +215,3 @@ class _Catch:
 
     def get_seq_length(self, *args: Any) -> int:
         return 0
-
-
-__all__ = ["Facts"]

@@ -74,6 +74,3 @@ def _alike(expanded: Tensor, stored: Tensor) -> bool:
     loose = max(8 * torch.finfo(stored.dtype).eps, 1e-5 if stored.dtype != torch.float64 else 1e-9)
     expected = stored.detach().float() if stored.dtype != torch.float64 else stored.detach()
     return bool((expanded.to(expected.dtype) - expected).norm() <= loose * expected.norm())
-
-
-__all__ = ["candidates", "up_projection"]

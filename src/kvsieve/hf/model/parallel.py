@@ -100,6 +100,3 @@ def _check_whole(model: Any) -> None:
             f"{type(model).__name__} is divided among processes in a way kvsieve does not know: it runs under tensor "
             "parallelism as transformers sets it up, with nothing beside it (docs/models.md)"
         )
-
-
-__all__ = ["GroupRanks", "ranks_of"]

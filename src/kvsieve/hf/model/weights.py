@@ -92,15 +92,3 @@ def why_out_of_reach(model: Any) -> str | None:
             "device_map='auto' does, or device_map={'model.embed_tokens': 'cpu', ...}"
         )
     return None
-
-
-__all__ = [
-    "active_adapters",
-    "adapted_layer",
-    "check_forms",
-    "forms_of",
-    "is_linear",
-    "plain_weight",
-    "weight_by_images",
-    "why_out_of_reach",
-]

@@ -282,17 +282,3 @@ def _checked_ids(ids: Tensor | None, cache: SieveCache) -> Tensor | None:
             "and generated, such as result.sequences"
         )
     return ids
-
-
-__all__ = [
-    "FORMAT",
-    "Saved",
-    "checked_tensors",
-    "identity_of",
-    "load_cache",
-    "made_cache",
-    "packed_cache",
-    "read_header",
-    "save_cache",
-    "write_cache",
-]

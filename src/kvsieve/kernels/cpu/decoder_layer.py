@@ -123,6 +123,3 @@ def kernel_addresses() -> tuple[int, int]:
     """Return the addresses of the functions before and after attention, for kernels that call them."""
     before, after = _kernels()
     return address_of(before), address_of(after)
-
-
-__all__ = ["DecoderLayer", "Norm", "Operand", "kernel_addresses"]

@@ -64,6 +64,3 @@ def _kernels() -> tuple[Callable[..., None], Callable[..., None], Callable[..., 
     norm = function("layers", "rms_norm", *(c_void_p,) * 3, c_int64, c_int64, c_float, c_int64, c_int64)
     turn = function("layers", "rotate", *(c_void_p,) * 4, *(c_int64,) * 6)
     return norm, turn, function("layers", "gated_silu", *(c_void_p,) * 3, *(c_int64,) * 3)
-
-
-__all__ = ["DTYPES", "built", "gated_silu", "rms_norm", "rotate"]

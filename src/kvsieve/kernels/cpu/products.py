@@ -72,6 +72,3 @@ def _place() -> int:
 @functools.cache
 def _kernel() -> Callable[..., int]:
     return function("products", "multiply", *(c_void_p,) * 3, c_int64, c_int64, returns=c_int64)
-
-
-__all__ = ["MOST_ROWS", "Weight", "built", "multiply", "operand"]

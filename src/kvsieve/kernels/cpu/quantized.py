@@ -174,6 +174,3 @@ def _dequantized(data: Tensor, kind: str) -> Tensor:
     import gguf
 
     return torch.from_numpy(gguf.dequantize(data.numpy(), gguf.GGMLQuantizationType[kind]))
-
-
-__all__ = ["FORMATS", "MOST_ROWS", "Format", "QuantizedMatrix", "built", "multiply", "operand"]

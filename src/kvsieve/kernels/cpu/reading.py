@@ -127,6 +127,3 @@ def _scratch(size: int) -> Tensor:
 def _kernels() -> tuple[Callable[..., int], Callable[..., int]]:
     read = function("reading", "read_rows", c_void_p, c_int64, returns=c_int)
     return read, function("reading", "scratch_of", c_void_p, returns=c_int64)
-
-
-__all__ = ["DTYPES", "RowFields", "RowJob", "built"]

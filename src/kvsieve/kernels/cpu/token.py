@@ -135,6 +135,3 @@ def _run(
 @functools.cache
 def _kernel() -> Callable[..., None]:
     return function("token", "attend")
-
-
-__all__ = ["TokenFields", "built", "ragged_token_attention", "token_attention", "why_not"]

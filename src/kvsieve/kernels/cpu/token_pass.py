@@ -159,6 +159,3 @@ def through_layers(
 @functools.cache
 def _kernel() -> Callable[..., int]:
     return function("token", "through_layers", *(c_void_p,) * 3, c_int64, returns=c_int64)
-
-
-__all__ = ["TokenEntries", "through_layers"]

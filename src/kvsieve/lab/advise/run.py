@@ -9,7 +9,7 @@ from typing import Any
 
 from kvsieve.errors import KvsieveError
 from kvsieve.hf.model.context import context_of
-from kvsieve.lab.advise.choose import Candidate, PlanLimits, misses, nearest, on_frontier, plan_line, ranked
+from kvsieve.lab.advise.choose import Candidate, PlanLimits, misses, nearest, on_frontier, ranked
 from kvsieve.lab.advise.drafting import PROMPTS, DraftGain, measure_drafts
 from kvsieve.lab.advise.forecast import chosen_length, forecast, pace
 from kvsieve.lab.advise.intervals import LEVEL, prediction_interval
@@ -294,6 +294,3 @@ class _Steps:
     def done(self) -> None:
         if self.progress is not None:
             self.progress(self.total, self.total, "done")
-
-
-__all__ = ["Advice", "RecommendedPlan", "advise", "plan_line"]

@@ -86,6 +86,3 @@ def expanded_config(file: GgufFile) -> PreTrainedConfig | None:
     except ImportError:  # before 5.24
         GGUF_CONFIG_ARCHS = {}
     return None if file.architecture in GGUF_CONFIG_ARCHS else make_config(read_settings(file), file)
-
-
-__all__ = ["expanded_config", "make_config", "read_settings"]

@@ -237,6 +237,3 @@ def _by_divisors(keys: _ArchitectureKeys, divisors: list[float], theta: float) -
         "high_freq_factor": high,
         "original_max_position_embeddings": length,
     }
-
-
-__all__ = ["correct"]

@@ -326,6 +326,3 @@ def _version() -> str:
     import importlib.metadata
 
     return importlib.metadata.version("gguf")
-
-
-__all__ = ["PLACEHOLDER", "GgufFile", "GgufTensor"]

@@ -224,6 +224,3 @@ def _few(names: list[str]) -> str:
 
 def _keep_tied(*_: Any, **__: Any) -> None:
     """Do nothing: layers that share blocks have no parameters to tie."""
-
-
-__all__ = ["Filling", "names_of"]

@@ -97,6 +97,3 @@ def _refuse_to_save(path: Any, *_: Any, **__: Any) -> None:
         f"weights in blocks cannot be saved as a checkpoint of transformers: copy {path}, or load it with "
         "weights='expand' and save that"
     )
-
-
-__all__ = ["load_blocks", "load_expanded"]

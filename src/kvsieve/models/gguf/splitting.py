@@ -82,5 +82,3 @@ _NAMED: dict[str, Splitting] = {
     "deepseek-v3": Splitting(_DEEPSEEK_V3),
 }
 SPLITTINGS = {name: splitting for names, splitting in _NAMED.items() for name in names.split()}
-
-__all__ = ["SPLITTINGS", "Splitting"]

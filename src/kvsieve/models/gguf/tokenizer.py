@@ -312,6 +312,3 @@ def _template(file: GgufFile, key: str) -> str | None:
 
 def _error(file: GgufFile, found: str, expected: str) -> ModelLoadError:
     return ModelLoadError(f"{file.path} cannot be loaded: {found}, expected {expected}")
-
-
-__all__ = ["adds", "end_tokens", "generation_of", "special_ids", "splitting_of", "tokenizer_of"]

@@ -206,5 +206,3 @@ def _bytes(scale: Tensor) -> Tensor:
 
 
 _PACKERS: dict[str, Callable[[Tensor], Tensor]] = {"Q8_0": _q8_0, "Q5_0": _q5_0, "Q4_K": _q4_k}
-
-__all__ = ["pack"]

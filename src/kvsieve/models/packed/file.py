@@ -113,6 +113,3 @@ class PackingPass:
             file.seek(self.places[name])
             file.write(data.data)
         self.written.add(name)
-
-
-__all__ = ["PackingPass"]

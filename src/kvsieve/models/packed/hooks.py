@@ -75,6 +75,3 @@ class _Take:
             missing_keys.discard(name)
             self.loading.take(name, found[0] if isinstance(found, list) else found)
         return {}
-
-
-__all__ = ["Hooked", "Pass"]

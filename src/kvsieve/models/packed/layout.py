@@ -84,6 +84,3 @@ def put_in(model: PreTrainedModel, layout: Layout, matrices: dict[str, Quantized
     absent = [f"^{re.escape(name)}$" for name in (*layout.packed, *layout.shared)]
     model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *absent}
     model.all_tied_weights_keys = {a: b for a, b in model.all_tied_weights_keys.items() if a not in layout.shared}
-
-
-__all__ = ["Layout", "PackedWeight", "layout_of", "put_in"]
