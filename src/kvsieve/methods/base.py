@@ -56,7 +56,7 @@ class ScoredEvictor(Evictor, takes_quotas=True):
 
     @property
     def when(self) -> When:
-        return When(steps=self.every)
+        return When(steps=self.every, observes=type(self).observe is not Evictor.observe)
 
     @property
     def keeps_prompt(self) -> bool:

@@ -22,10 +22,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvsieve.core.scoring import Kernel, Pool, pooled_mass, width
-from kvsieve.core.selection import select_top
 from kvsieve.lazy import Tensor, torch
-from kvsieve.methods.base import apply_protection, check_int
-from kvsieve.methods.fastkv import TSP
+from kvsieve.methods.base import check_int
+from kvsieve.methods.fastkv import TSP, best_offered
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.planning import defaults
 from kvsieve.planning.budget import Budget
@@ -84,13 +83,7 @@ class CrossLayerTSP(TSP, heads="all", query_aware=True):
         if counts == offered:
             return None
         joined = torch.stack(seen).amax(0)
-        scores = joined.new_full((joined.shape[0], ctx.offered), float("inf"))
-        scores[:, : joined.shape[1]] = joined
-        if ctx.valid is not None:
-            scores = scores.masked_fill(~ctx.valid[:, 0, -ctx.offered :], float("-inf"))
-        # Protected tokens are propagated as well, beyond the rate if necessary.
-        ranking, counts = apply_protection(ctx, scores[:, None], counts, insist=True)
-        selection = select_top(ranking[:, 0], counts)
+        selection = best_offered(ctx, joined, counts)
         rest = selection.indices[:, : selection.indices.shape[1] - (ctx.offered - joined.shape[1])]
         seen[:] = [part.gather(1, rest) for part in seen]
         return selection

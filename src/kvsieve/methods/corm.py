@@ -17,7 +17,7 @@ from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import ScoredEvictor, check_int, last_real, positions, skips
 from kvsieve.methods.decoding import BLOCK, carried, limited
 from kvsieve.planning.registry import register_method
-from kvsieve.types import LayerContext, Selection, When
+from kvsieve.types import LayerContext, Selection
 
 
 @register_method(
@@ -45,10 +45,6 @@ class CORM(ScoredEvictor, heads="own", ragged=True, query_aware=True):
         check_int(self, "queries", self.queries, 1)
         check_int(self, "recent", self.recent, 1)
         super().__post_init__()
-
-    @property
-    def when(self) -> When:
-        return When(steps=self.every, observes=True)
 
     @property
     def minimum(self) -> int:

@@ -31,7 +31,7 @@ from kvsieve.methods.merged import Merge, Merged, averaged, merge_rule
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.registry import Parameters, register_method
-from kvsieve.types import LayerContext, When
+from kvsieve.types import LayerContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +49,6 @@ class HeavyHitters(ScoredEvictor, heads="own", query_aware=True):
             raise PlanError(f"{type(self).__name__}: recent must be a share in [0, 1], got {self.recent!r}")
         check_int(self, "sinks", self.sinks, 0)
         super().__post_init__()
-
-    @property
-    def when(self) -> When:
-        return When(steps=self.every, observes=True)
 
     @property
     def minimum(self) -> int:

@@ -20,7 +20,7 @@ from kvsieve.core.softmax import sinks_of, softmax
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import ScoredEvictor, check_int, first_real, model_facts, positions, skips
 from kvsieve.planning.registry import register_method
-from kvsieve.types import LayerContext, When
+from kvsieve.types import LayerContext
 
 # Queries rotated back at a time, positions averaged at a time, and elements of k^T Sigma' formed at a time.
 _QUERIES = 1024
@@ -47,10 +47,6 @@ class FutureQueries(ScoredEvictor, needs=("rotary",)):
     @property
     def _scatters(self) -> bool:
         return False
-
-    @property
-    def when(self) -> When:
-        return When(steps=self.every, observes=True)
 
     @property
     def minimum(self) -> int:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from kvsieve.core.scoring import Kernel, Pool, pooled_mass, width
 from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError
+from kvsieve.lazy import Tensor
 from kvsieve.methods.base import apply_protection, check_int, check_kernel
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.planning import defaults
@@ -85,13 +86,20 @@ class TSP(Propagator, heads="all", query_aware=True):
         first = ctx.keys.shape[2] - ctx.offered
         kernel = width(self.kernel, map(self.rate.entries, ctx.offered_counts))
         saliency = ctx.ranks.mean(pooled_mass(ctx, self.window, kernel, self.pooling).mean(1)[:, first:])
-        scores = saliency.new_full((saliency.shape[0], ctx.offered), float("inf"))
-        scores[:, : saliency.shape[1]] = saliency
-        if ctx.valid is not None:
-            scores = scores.masked_fill(~ctx.valid[:, 0, first:], float("-inf"))
-        # Protected tokens are propagated as well, beyond `rate` if necessary.
-        ranking, counts = apply_protection(ctx, scores[:, None], counts, insist=True)
-        return select_top(ranking[:, 0], counts)
+        return best_offered(ctx, saliency, counts)
+
+
+def best_offered(ctx: LayerContext, saliency: Tensor, counts: tuple[int, ...]) -> Selection:
+    """Return the best of the offered tokens by their saliency [B, M], and those after them, ``counts[b]`` in all.
+
+    Protected tokens are propagated as well, beyond the counts if necessary.
+    """
+    scores = saliency.new_full((saliency.shape[0], ctx.offered), float("inf"))
+    scores[:, : saliency.shape[1]] = saliency
+    if ctx.valid is not None:
+        scores = scores.masked_fill(~ctx.valid[:, 0, -ctx.offered :], float("-inf"))
+    ranking, counts = apply_protection(ctx, scores[:, None], counts, insist=True)
+    return select_top(ranking[:, 0], counts)
 
 
 @register_method(

@@ -20,7 +20,7 @@ from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import ScoredEvictor, apply_protection, last_real, skips
 from kvsieve.planning.registry import register_method
-from kvsieve.types import LayerContext, Selection, When
+from kvsieve.types import LayerContext, Selection
 
 _BLOCK = 256
 
@@ -123,11 +123,6 @@ class H2O(ScoredEvictor, heads="own", query_aware=True):
         if not 0 <= self.recent <= 1:
             raise PlanError(f"H2O: recent must be a share in [0, 1], got {self.recent!r}")
         super().__post_init__()
-
-    @property
-    def when(self) -> When:
-        # Every pass is observed, to add up its mass; entries go at the end of the prompt and after `every` tokens.
-        return When(steps=self.every, observes=True)
 
     @property
     def minimum(self) -> int:

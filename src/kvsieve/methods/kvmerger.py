@@ -28,7 +28,7 @@ from kvsieve.methods.merged import Merge, Merged, averaged, check_cosine, merge_
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.registry import Parameters, register_method
-from kvsieve.types import LayerContext, When
+from kvsieve.types import LayerContext
 
 # Entries that stay alone, from the ranks to the merge of the same eviction.
 _ALONE = "alone"
@@ -54,10 +54,6 @@ class MergingSets(ScoredEvictor, heads="own", query_aware=True):
             )
         check_int(self, "sinks", self.sinks, 0)
         super().__post_init__()
-
-    @property
-    def when(self) -> When:
-        return When(steps=self.every, observes=True)
 
     @property
     def minimum(self) -> int:

@@ -21,7 +21,7 @@ from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import ScoredEvictor, check_int, first_real, keep_best, last_real, skips
 from kvsieve.methods.decoding import BLOCK, carried
 from kvsieve.planning.registry import register_method
-from kvsieve.types import LayerContext, Selection, When
+from kvsieve.types import LayerContext, Selection
 
 _NAMES = ("mass", "squares", "queries")
 
@@ -54,10 +54,6 @@ class RoCo(ScoredEvictor, heads="own", query_aware=True):
         check_int(self, "newest", self.newest, 1)
         check_int(self, "sinks", self.sinks, 0)
         super().__post_init__()
-
-    @property
-    def when(self) -> When:
-        return When(steps=self.every, observes=True)
 
     @property
     def minimum(self) -> int:

@@ -34,11 +34,11 @@ from dataclasses import dataclass, field
 
 from kvsieve.core.allocation import allocate
 from kvsieve.core.scoring import Kernel, Pool, mass_of
-from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError, short
 from kvsieve.methods.adakv import GroupedSnapKV
 from kvsieve.methods.allocators import HeadAllocator
-from kvsieve.methods.base import ScoredEvictor, apply_protection, check_int
+from kvsieve.methods.base import ScoredEvictor, check_int
+from kvsieve.methods.fastkv import best_offered
 from kvsieve.methods.headkv import check_heads, head_scores
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
@@ -155,13 +155,7 @@ class UNCompStages(Propagator, heads="all", query_aware=True):
             return None
         first = ctx.keys.shape[2] - ctx.offered
         window = min(self.window, ctx.query.shape[2])
-        scores = ctx.ranks.mean(mass_of(ctx, -window).mean(1))[:, first:].clone()
-        scores[:, -window:] = float("inf")
-        if ctx.valid is not None:
-            scores = scores.masked_fill(~ctx.valid[:, 0, first:], float("-inf"))
-        # Protected tokens are passed on as well, beyond `rate` if necessary.
-        ranking, counts = apply_protection(ctx, scores[:, None], counts, insist=True)
-        return select_top(ranking[:, 0], counts)
+        return best_offered(ctx, ctx.ranks.mean(mass_of(ctx, -window).mean(1))[:, first:-window], counts)
 
 
 def _layers(stages: tuple[int, ...] | str) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from kvsieve.methods.merged import Merge, Merged, averaged, merge_rule
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.registry import Parameters, register_method
-from kvsieve.types import LayerContext, When
+from kvsieve.types import LayerContext
 
 _BLOCK = 256
 # Queries with a smaller factor than this count for nothing.
@@ -93,10 +93,6 @@ class ThreeParts(ScoredEvictor, heads="own", query_aware=True):
             raise PlanError(f"{type(self).__name__}: decay must be a factor in [0, 1], got {self.decay!r}")
         check_int(self, "sinks", self.sinks, 0)
         super().__post_init__()
-
-    @property
-    def when(self) -> When:
-        return When(steps=self.every, observes=True)
 
     @property
     def minimum(self) -> int:
