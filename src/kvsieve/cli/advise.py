@@ -49,9 +49,7 @@ from kvsieve.cli.specs import (
     PrefillsOption,
     RestsOption,
     method_specs,
-    parse_codecs,
-    parse_prefills,
-    parse_rests,
+    parse_parts,
     spec,
 )
 from kvsieve.lab.advise.choose import PlanLimits
@@ -112,7 +110,7 @@ def advise_command(
     seconds = None if tpot is None else parse_seconds(tpot, "--tpot")
     specs = method_specs(methods)
     shares = budgets_of(budgets)
-    parts = parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
+    parts = parse_parts(codec, rest, prefill)
     if plot is not None:
         plot = Path(os.path.expanduser(plot))
         check_writable("--plot", plot)

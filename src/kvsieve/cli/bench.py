@@ -45,9 +45,7 @@ from kvsieve.cli.specs import (
     make_run,
     make_runs,
     measured,
-    parse_codecs,
-    parse_prefills,
-    parse_rests,
+    parse_parts,
     spec,
 )
 from kvsieve.errors import InputError, UnsupportedModelError
@@ -136,7 +134,7 @@ def bench_command(
     numbers = [part for part in texts if part != CONTEXT]
     sizes = parse_lengths(",".join(numbers), "--lengths") if numbers else []
     specs = compared_specs(methods, None)
-    parts = parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
+    parts = parse_parts(codec, rest, prefill)
     presses = parse_peer_methods(peer_methods) if peer_python is not None else []
     python = find_python(peer_python) if peer_python is not None else None
     check_model_name(model, weights)

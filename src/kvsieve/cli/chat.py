@@ -47,9 +47,7 @@ from kvsieve.cli.specs import (
     RestOption,
     chosen_spec,
     make_runs,
-    parse_codecs,
-    parse_prefills,
-    parse_rests,
+    parse_parts,
 )
 from kvsieve.cli.store import StoreOption, check_store, check_stored_plans, opened_store
 from kvsieve.cli.talk import Talk, is_interactive
@@ -109,7 +107,7 @@ def chat_command(
     if load is not None:
         _check_load(load, system, method, (budget, settings, profile, codec, rest, prefill))
     chosen = chosen_spec(method or "full", budget, settings or [], profile)
-    parts = {"--codec": parse_codecs(codec), "--rest": parse_rests(rest), "--prefill": parse_prefills(prefill)}
+    parts = dict(zip(("--codec", "--rest", "--prefill"), parse_parts(codec, rest, prefill), strict=True))
     if several := [name for name, listed in parts.items() if len(listed) > 1]:
         raise InputError(f"a chat has one of each, got {several[0]} with a list; name one of them")
     if file == "-":

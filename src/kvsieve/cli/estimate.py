@@ -18,9 +18,7 @@ from kvsieve.cli.specs import (
     RestsOption,
     compared_specs,
     make_runs,
-    parse_codecs,
-    parse_prefills,
-    parse_rests,
+    parse_parts,
     spec,
 )
 from kvsieve.errors import InputError
@@ -76,7 +74,7 @@ def estimate_command(
         raise InputError("--attention-tflops needs --matmul-tflops beside it; add that option")
     contexts = parse_lengths(context, "--context")
     specs = compared_specs(method, budget)
-    parts = parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
+    parts = parse_parts(codec, rest, prefill)
     if not specs:
         raise InputError(f"--method names no method, got {method!r}; write e.g. full,snapkv:budget=10%")
     check_model_name(model, weights)

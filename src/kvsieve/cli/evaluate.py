@@ -42,9 +42,7 @@ from kvsieve.cli.specs import (
     RestsOption,
     ask_back,
     method_specs,
-    parse_codecs,
-    parse_prefills,
-    parse_rests,
+    parse_parts,
 )
 from kvsieve.errors import InputError
 from kvsieve.lab.eval.cells import on_model, settings
@@ -156,7 +154,7 @@ def eval_command(
     sizes = parse_lengths(lengths, "--lengths")
     specs = method_specs(methods)
     shares = budgets_of(budgets)
-    parts = parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
+    parts = parse_parts(codec, rest, prefill)
     own = _own_task(context, task, score)
     alone = bool(own) and not _is_given(context, "tasks")
     grid_tasks = [*own, *([] if alone else _tasks(names_of(tasks), haystack, data, scbench_mode))]

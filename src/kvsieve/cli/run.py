@@ -53,9 +53,7 @@ from kvsieve.cli.specs import (
     chosen_spec,
     compared_specs,
     make_runs,
-    parse_codecs,
-    parse_prefills,
-    parse_rests,
+    parse_parts,
 )
 from kvsieve.cli.store import StoreOption, check_store, check_stored_plans
 from kvsieve.errors import InputError
@@ -138,7 +136,7 @@ def run_command(
     check_memory(memory, store)
     sampling = parse_sampling(temperature, top_p, top_k, seed)
     specs = [*compared_specs(compare, budget, profile), chosen_spec(method, budget, settings or [], profile)]
-    parts = parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
+    parts = parse_parts(codec, rest, prefill)
     unusable = {"--protect": protect, "--memory": memory}
     prompts = given_prompts(
         prompt, prompt_file, prompts_file, question, system, given_documents(documents, question, unusable)

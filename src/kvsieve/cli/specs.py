@@ -49,6 +49,7 @@ PrefillsOption = Annotated[
 # Parameters of a plan that have options of their own.
 PARTS = ("codec", "rest", "prefill")
 Spec = tuple[str, dict[str, Any]]
+Listed = list[str | None]
 
 
 @dataclass(frozen=True)
@@ -84,21 +85,26 @@ def spec(method: str, given: dict[str, Any]) -> str:
     return "".join([f"{method}:{settings}" if settings else method, *parts])
 
 
-def parse_codecs(text: str | None) -> list[str | None]:
+def parse_codecs(text: str | None) -> Listed:
     """Return the codecs of a list like ``none,kivi:bits=4`` as text, None for none. Raises PlanError."""
     return _parse_listed(text, "--codec", codec_of, "kivi:bits=4")
 
 
-def parse_rests(text: str | None) -> list[str | None]:
+def parse_rests(text: str | None) -> Listed:
     return _parse_listed(text, "--rest", rest_of, "2bit")
 
 
-def parse_prefills(text: str | None) -> list[str | None]:
+def parse_prefills(text: str | None) -> Listed:
     return _parse_listed(text, "--prefill", prefill_of, "xattention")
 
 
-def _parse_listed(text: str | None, option: str, make: Callable[[str], Any], example: str) -> list[str | None]:
-    found: list[str | None] = []
+def parse_parts(codec: str | None, rest: str | None, prefill: str | None) -> tuple[Listed, Listed, Listed]:
+    """Return the codecs, rests and prefills of --codec, --rest and --prefill; see `parse_codecs`. Raises PlanError."""
+    return parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
+
+
+def _parse_listed(text: str | None, option: str, make: Callable[[str], Any], example: str) -> Listed:
+    found: Listed = []
     for name, parameters in split_specs("none" if text is None else text):
         one = None if name == "none" and not parameters else spec(name, parameters)
         if one is not None:
