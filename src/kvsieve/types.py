@@ -315,3 +315,8 @@ class Selection:
         size = self.indices.shape[-1]
         lengths = torch.tensor(counts).to(self.indices.device, non_blocking=True)
         return torch.arange(size, device=self.indices.device) >= size - lengths[..., None]
+
+    def real_of_heads(self) -> Tensor | None:
+        """Mask of the real entries: bool [B, 1 or H, K]; None without filler."""
+        real = self.real()
+        return real[:, None] if real is not None and real.ndim == 2 else real

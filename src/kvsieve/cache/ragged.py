@@ -70,13 +70,13 @@ class RaggedStore(BufferedMemory):
             stored["log_weight"] = store.log_weight
         own = parts_of(selection)
         slots = selection.indices
-        real = selection.real()
+        real = selection.real_of_heads()
         batch, heads, size = slots.shape
         keys = stored["keys"]
         copies = heads // keys.shape[1]
         if real is None:
             real = torch.ones(1, 1, 1, dtype=torch.bool, device=slots.device)
-        real = (real[:, None] if real.ndim == 2 else real).expand(batch, heads, size)
+        real = real.expand(batch, heads, size)
         counts = real.sum(-1)
         head_lengths = selection.head_lengths or tuple(
             (count,) * heads for count in selection.lengths or (size,) * batch

@@ -26,9 +26,8 @@ def selected(store: PackedParts, selection: Selection) -> Tensor:
             f"the plan keeps entries for each of {indices.shape[1]} query heads, and encoded entries are those of "
             f"{store.heads} KV heads; leave per_query_head out, or codec= and rest="
         )
-    real = selection.real()
-    real = torch.ones_like(indices, dtype=torch.bool) if real is None else real
-    real = (real[:, None] if real.ndim == 2 else real).expand_as(indices)
+    real = selection.real_of_heads()
+    real = torch.ones_like(indices, dtype=torch.bool) if real is None else real.expand_as(indices)
     rows = torch.arange(store.batch * store.heads, device=store.device)[:, None]
     # Filler names slot 0, or any other, and keeps none.
     places = (rows * store.size + indices.flatten(0, 1))[real.flatten(0, 1)]

@@ -145,14 +145,14 @@ class DenseStore(BufferedMemory):
             reuse: keep buffers that are slightly larger than needed.
         """
         indices = selection.indices
-        real = selection.real()
+        real = selection.real_of_heads()
         needed = indices.shape[2] + reserve
         # Eviction while decoding drops few entries at a time: then the buffers are kept.
         reuse = reuse and needed <= self.capacity <= needed * 5 // 4
         lengths = None if real is None else selection.lengths
-        self.take(indices, None if real is None else real[:, None], needed, reuse=reuse, lengths=lengths)
+        self.take(indices, real, needed, reuse=reuse, lengths=lengths)
         if selection.writes:
-            self.columns = written(self.columns, selection, None if real is None else real[:, None])
+            self.columns = written(self.columns, selection, real)
 
     def take(
         self,

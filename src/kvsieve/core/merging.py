@@ -69,11 +69,9 @@ def part(ctx: LayerContext, selection: Selection, fixed: Tensor) -> Parted | Non
     if most <= 0:
         return None
     batch, heads, size = ctx.keys.shape[:3]
-    kept, real = selection.indices, selection.real()
+    kept, real = selection.indices, selection.real_of_heads()
     kept = (kept[:, None] if kept.ndim == 2 else kept).expand(batch, heads, -1)
-    if real is None:
-        real = torch.ones_like(kept, dtype=torch.bool)
-    real = (real[:, None] if real.ndim == 2 else real).expand_as(kept)
+    real = torch.ones_like(kept, dtype=torch.bool) if real is None else real.expand_as(kept)
     places = torch.full((batch, heads, size + 1), -1, dtype=torch.int64, device=kept.device)
     order = torch.arange(kept.shape[2], device=kept.device).expand_as(kept)
     places = places.scatter_(2, kept.masked_fill(~real, size), order)[..., :size]

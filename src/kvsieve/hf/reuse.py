@@ -267,8 +267,7 @@ def may_cut(plan: Plan) -> bool:
     Entries of sparse prompts depend on the ends of passes, chunked evictors have acted before, and propagators need the
     hidden states of the whole prompt, which are not stored.
     """
-    evicts_chunks = plan.evict is not None and plan.evict.when.chunks
-    return plan.prefill is None and plan.propagate is None and not evicts_chunks
+    return plan.prefill is None and plan.propagate is None and not plan.when.chunks
 
 
 def why_not(model: AttachedModel) -> str | None:

@@ -24,7 +24,7 @@ from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.compat import CACHE, decoder_of, layers_of, tensor_parallel_mesh, text_config
 from kvsieve.hf.decode.engine import Engine
 from kvsieve.hf.forward.compact import reordered
-from kvsieve.hf.forward.one_by_one import StatesTransaction, feed_one_by_one, weighs_layers
+from kvsieve.hf.forward.one_by_one import StatesTransaction, feed_one_by_one
 from kvsieve.hf.forward.passes import cancel_session, open_session
 from kvsieve.hf.forward.request import PLAIN, ModelContext, PassRequest, PassResult, StopForward
 from kvsieve.hf.forward.scores import forget_scores
@@ -232,7 +232,7 @@ class AttachedModel(Unpicklable):
         This is the case for recurrent layers that compute several otherwise than one after another, or slowly, and for
         evictors that weigh layers against each other.
         """
-        return weighs_layers(plan or self.plan) or (cache.has_state and not self._continues_together)
+        return (plan or self.plan).weighs_layers or (cache.has_state and not self._continues_together)
 
     def _feed_plainly(
         self, cache: SieveCache, request: PassRequest, ids: Tensor, mask: Tensor | None, logits: int

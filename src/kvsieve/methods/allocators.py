@@ -174,9 +174,9 @@ class LayerScores:
         best = top_mask(self.scores, tuple(kept))
         chosen = pack(best, tuple(kept)) if self.even else pack_ragged(best & ~self.scores.isneginf())
         scores = self.scores.gather(-1, chosen.indices)
-        real = chosen.real()
+        real = chosen.real_of_heads()
         if real is not None:
-            scores = scores.masked_fill(~(real[:, None] if real.ndim == 2 else real), float("-inf"))
+            scores = scores.masked_fill(~real, float("-inf"))
         self.scores = scores
         self.stored = kept
         return chosen

@@ -27,6 +27,7 @@ from kvsieve.planning.roles import (
 from kvsieve.planning.roles.codec import ASKED
 from kvsieve.planning.unset import SettledParameters, Unset
 from kvsieve.report.display import brief, html_table
+from kvsieve.types import END_OF_PROMPT, When
 
 ROLES: dict[str, type[Role]] = {
     "propagate": Propagator,
@@ -121,7 +122,17 @@ class Plan:
         """True if one full prefill suffices: nothing is dropped before the prompt's end or during decode."""
         if self.shortens_prompt or self.probes or self.prefill is not None or self.scores_entries:
             return False
-        return self.evict is None or not (self.evict.when.chunks or self.evict.when.steps)
+        return not (self.when.chunks or self.when.steps)
+
+    @property
+    def when(self) -> When:
+        """Times at which the evictor acts, if there is one."""
+        return END_OF_PROMPT if self.evict is None else self.evict.when
+
+    @property
+    def weighs_layers(self) -> bool:
+        """True if entries of a layer are dropped after later layers have attended to an answer's token."""
+        return self.evict is not None and self.evict.traits.recuts and self.when.steps is not None
 
     @property
     def scores_entries(self) -> bool:

@@ -202,7 +202,7 @@ def next_logits(
 def after_prompt(plan: Plan) -> Plan:
     """Return the part of a plan that acts after the prompt."""
     rest = dataclasses.replace(plan, propagate=None, prefill=None)
-    if rest.evict is not None and (rest.evict.when.chunks or rest.evict.when.steps or rest.is_view):
+    if rest.when.chunks or rest.when.steps or rest.is_view:
         return rest
     return Plan(read=plan.read, codec=plan.codec, name="full")
 

@@ -150,7 +150,7 @@ def tells_answers_apart(plan: Plan) -> bool:
         return True
     if plan.prefill is not None or plan.propagate is not None:
         return True
-    return plan.evict is not None and (plan.evict.when.observes or plan.evict.when.steps is not None)
+    return plan.when.observes or plan.when.steps is not None
 
 
 def why_not(model: AttachedModel, cache: SieveCache) -> str | None:
@@ -212,7 +212,7 @@ def reuse_of(
     if cut:
         serves: Serves = "beginning"
     else:
-        begun = first and not (plan.evict is not None and plan.evict.when.chunks)
+        begun = first and not plan.when.chunks
         chosen = plan.prefill is not None or (plan.drops and plan.query_aware)
         serves = "conversation" if chosen and not begun else "continuation"
     return Reuse(serves, seen, cut, known, half, answered, acts, as_prompt, chunk if by_chunks else None)

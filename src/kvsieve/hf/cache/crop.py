@@ -29,7 +29,7 @@ def why_not_candidates(plan: Plan, layers: Sequence[CacheLayer], seen: int) -> s
         return _RECURRENT
     if not seen and plan.roles:
         return f"the first pass holds candidates beside the prompt, on which {plan.name} acts: read the prompt before"
-    if plan.evict is not None and plan.evict.traits.recuts and plan.evict.when.steps is not None:
+    if plan.weighs_layers:
         return f"{plan.name} evicts while decoding, by weighing layers against each other"
     return None
 
@@ -69,7 +69,7 @@ def _why_not(
         return "a prompt is half-read, or rows have ended before others"
     if prompt and (plan.roles or turn.start > conversation.num_seen - count):
         return f"{prompt} of them are of the prompt, on which {plan.name} has acted"
-    if plan.evict is not None and plan.evict.when.steps is not None:
+    if plan.when.steps is not None:
         return f"{plan.name} acts while decoding; call activate_past_recording() before a pass to be taken back"
     if plan.scores_entries:
         return f"{plan.name} has scored entries by their queries"

@@ -174,9 +174,7 @@ class SieveLayer(StoreLayer):
         """Restrict the turn's answer to the selection and later entries; nothing is dropped."""
         if self.store.is_ragged:
             raise CacheStateError("views of entries that heads keep in different numbers are not supported")
-        real = selection.real()
-        real = real[:, None] if real is not None and real.ndim == 2 else real
-        self.view = self.store.view(selection.indices, real)
+        self.view = self.store.view(selection.indices, selection.real_of_heads())
 
     def all_tensors(self) -> Iterator[Tensor]:
         yield from super().all_tensors()

@@ -297,8 +297,7 @@ def _make_room(session: Session, *, first: bool) -> None:
     first: no other recording uses the buffers.
     """
     cache = session.cache
-    evictor = session.plan.evict
-    acts = evictor is not None and evictor.when.steps is not None
+    acts = session.when.steps is not None
     expected = cache.turn.new_tokens - 1 - cache.turn.decoded
     for layer in cache.sieve_layers.values():
         store = layer.store

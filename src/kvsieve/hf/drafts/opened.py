@@ -77,8 +77,7 @@ def pass_cost(model: AttachedModel, cache: SieveCache) -> tuple[float, float]:
         return _AGAIN
     if model.model.device.type != "cpu":
         return _ON_GPU if plan.codec is None else _ON_GPU_ENCODED
-    acts = plan.evict is not None and plan.evict.when.steps is not None
-    return _ALONE if acts else _TOGETHER
+    return _TOGETHER if plan.when.steps is None else _ALONE
 
 
 def _drafter(draft: Draft, model: AttachedModel, cache: SieveCache, row: int) -> Drafter:

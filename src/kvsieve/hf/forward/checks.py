@@ -65,7 +65,7 @@ def _check_ends(plan: Plan, cache: SieveCache) -> None:
     if ends is None or not ends.fed:
         return
     why = None
-    if plan.evict is not None and plan.evict.when.steps is not None:
+    if plan.when.steps is not None:
         why = f"{plan.name} has evicted for the padding behind them"
     elif plan.scores_entries:
         why = f"{plan.name} has scored entries by the padding behind them"
@@ -122,7 +122,7 @@ def check_tentative(cache: SieveCache, request: PassRequest, step: Step, counts:
 
 
 def _check_answers(plan: Plan, step: Step, counts: tuple[int, ...]) -> None:
-    if plan.evict is not None and plan.evict.when.steps is not None and min(counts) < step.num_new:
+    if plan.when.steps is not None and min(counts) < step.num_new:
         rows = [row for row, count in enumerate(counts) if count < step.num_new]
         raise InputError(
             f"attention_mask hides the token of rows {rows}, and {plan.name} evicts after every so many tokens of all "

@@ -88,10 +88,10 @@ def _real_only(evictor: Evictor, selection: Selection, store: LayerMemory) -> Se
     heads = max(indices.shape[1], valid.shape[1])
     indices = indices.expand(-1, heads, -1)
     valid = valid.repeat_interleave(heads // valid.shape[1], 1)
-    real = selection.real()
+    real = selection.real_of_heads()
     chosen = valid.gather(2, indices)
     if real is not None:
-        chosen = chosen & (real[:, None] if real.ndim == 2 else real)
+        chosen = chosen & real
     counts = torch.zeros_like(valid, dtype=torch.uint8).scatter_reduce(2, indices, chosen.to(torch.uint8), "amax")
     return pack_ragged(counts.bool())
 
@@ -133,17 +133,14 @@ def check_protected(part: Role, ctx: LayerContext, selection: Selection, offered
     if ctx.protected is None and ctx.quotas is None:
         return
     indices = selection.indices
-    real = selection.real()
     if indices.ndim == 2:
         indices = indices[:, None]
-    if real is not None and real.ndim == 2:
-        real = real[:, None]
     protected = ctx.protected
     quotas = ctx.quotas
     if offered is not None:
         # Propagated tokens are the same for all heads.
         protected = None if protected is None else protected[:, :1, -offered:]
         quotas = None if quotas is None else dataclasses.replace(quotas, segment=quotas.segment[:, :1, -offered:])
-    reason = lost(protected, quotas, indices, real)
+    reason = lost(protected, quotas, indices, selection.real_of_heads())
     if reason is not None:
         raise PlanError(f"{type(part).__name__} at layer {ctx.layer_idx}: {reason}; leave that out, or use another")

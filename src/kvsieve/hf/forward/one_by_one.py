@@ -22,15 +22,9 @@ Feed = Callable[[Tensor, Tensor | None, int], PassResult]
 States = Sequence[dict[str, Any]]
 
 
-def weighs_layers(plan: Plan) -> bool:
-    """Return True if the evictor drops entries of a layer after later layers have attended to an answer's token."""
-    evictor = plan.evict
-    return evictor is not None and evictor.traits.recuts and evictor.when.steps is not None
-
-
 def keeps_alike(cache: SieveCache, plan: Plan) -> bool:
     """Return True if rows of a batch may be unable to keep different numbers of tokens of a pass."""
-    return cache.has_state or weighs_layers(plan)
+    return cache.has_state or plan.weighs_layers
 
 
 def feed_one_by_one(
@@ -65,9 +59,8 @@ def _check_alike(transaction: Transaction, counts: tuple[int, ...]) -> None:
     if min(counts) == max(counts):
         return
     cache = transaction.cache
-    evictor = cache.owner.plan.evict
     memories = [layer.memory for layer in cache.all_layers if layer.memory is not None]
-    acts = evictor is not None and evictor.when.steps is not None
+    acts = cache.owner.plan.when.steps is not None
     if acts or any(memory.droppable < transaction.size for memory in memories):
         raise UnsupportedOptionError(
             f"rows accept different numbers of tokens, {list(counts)}, and {cache.owner.plan.name} has "

@@ -15,7 +15,7 @@ from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.forward.request import ModelContext, PassRequest
 from kvsieve.hf.forward.travel import Arguments, Tokens
 from kvsieve.planning.plans import Plan
-from kvsieve.types import Selection, Step, When
+from kvsieve.types import Selection, Step
 
 
 class ComputedLayers(NamedTuple):
@@ -86,7 +86,7 @@ class PassState:
         self.arguments = Arguments(self.step.num_new)
         self.reads = self.cache.turn.record.reads
         # Read in every layer.
-        self.when = When() if self.plan.evict is None else self.plan.evict.when
+        self.when = self.plan.when
 
     @property
     def end(self) -> int:

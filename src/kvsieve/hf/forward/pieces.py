@@ -54,8 +54,7 @@ def joins_chunks(plan: Plan, cache: SieveCache, mask: Tensor | None) -> bool:
 
     False for plans that act on or observe each chunk, with padding, and for layers with a state.
     """
-    acts = plan.prefill is not None or plan.codec is not None or plan.probes
-    acts = acts or (plan.evict is not None and (plan.evict.when.chunks or plan.evict.when.observes))
+    acts = plan.prefill is not None or plan.codec is not None or plan.probes or plan.when.chunks or plan.when.observes
     kinds = all(layer.memory is not None for layer in cache.all_layers)
     return kinds and not acts and not cache.producers and (mask is None or bool(mask.all()))
 

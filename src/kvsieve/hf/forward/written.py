@@ -41,9 +41,8 @@ def check_written(evictor: Evictor, selection: Selection, dims: tuple[int, int])
 def _check_finite(name: str, part: str, numbers: Tensor, selection: Selection) -> None:
     """Raise PlanError if numbers of real entries are NaN or infinite."""
     wrong = ~numbers.isfinite()
-    real = selection.real()
+    real = selection.real_of_heads()
     if real is not None:
-        real = real[:, None] if real.ndim == 2 else real
         wrong = wrong & (real if numbers.ndim == 3 else real[..., None])
     refuse(
         wrong.any(), lambda: PlanError(f"{name}.select returned {part} that are NaN or infinite; return finite numbers")
@@ -52,14 +51,10 @@ def _check_finite(name: str, part: str, numbers: Tensor, selection: Selection) -
 
 def in_rows(selection: Selection, ctx: LayerContext, due: tuple[bool, ...]) -> Selection:
     """Return the selection in due rows; the others keep all real entries as they are."""
-    real = selection.real()
+    real = selection.real_of_heads()
     indices = selection.indices
     shape = ctx.keys.shape
-    real = (
-        torch.ones_like(indices, dtype=torch.bool)
-        if real is None
-        else (real[:, None] if real.ndim == 2 else real).expand_as(indices)
-    )
+    real = torch.ones_like(indices, dtype=torch.bool) if real is None else real.expand_as(indices)
     stays = torch.zeros(*indices.shape[:2], shape[2], dtype=torch.int64, device=indices.device)
     stays = stays.scatter_add(2, indices, real.long()) > 0
     valid = torch.ones(1, 1, 1, dtype=torch.bool, device=stays.device) if ctx.valid is None else ctx.valid

@@ -119,7 +119,7 @@ class DraftedAnswer:
     def _is_recorded(self) -> bool:
         """True if passes over several tokens are recorded: their layers do nothing but append."""
         plan = self._model.plan
-        acts = plan.codec is not None or (plan.evict is not None and plan.evict.when.steps is not None)
+        acts = plan.codec is not None or plan.when.steps is not None
         return self._model.engine.records and plan.read is None and not (acts or self._cache.has_state)
 
     @contextlib.contextmanager

@@ -123,7 +123,7 @@ class PromptConstraints:
                 "protect=, or another method"
             )
         parts = [shape[1] - question] if self.acts else []
-        decodes = evictor is not None and evictor.when.steps is not None
+        decodes = plan.when.steps is not None
         for width in dict.fromkeys([*parts, *([shape[1]] if decodes else [])]):
             lengths = [width] * shape[0] if mask is None else mask[:, :width].sum(-1).tolist()
             for row, (length, needed) in enumerate(zip(lengths, protected.needed(width), strict=True)):

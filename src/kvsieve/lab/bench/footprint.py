@@ -78,7 +78,7 @@ class Footprint:
         chooses = any(part is not None for part in (plan.propagate, plan.evict, plan.read, plan.prefill))
         heads = max(shape.query_heads for shape in self.shapes)
         scores = 4 * _SCORES * tokens * heads if chooses else 0
-        if plan.prefill is not None or (plan.evict is not None and plan.evict.when.observes):
+        if plan.prefill is not None or plan.when.observes:
             # Weights of a whole chunk, block by block.
             scores += 4 * 3 * min(tokens * heads * min(chunk, tokens), _BLOCK)
         return round(copies * layer + numbers * self.element + scores)

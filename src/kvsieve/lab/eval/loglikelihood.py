@@ -109,8 +109,7 @@ def _score(logits: Tensor, tokens: Tokens, dtype: torch.dtype | None) -> tuple[f
 
 def changes_first_token(plan: Plan) -> bool:
     """Return True if the first token after a prompt is computed from only a part of it."""
-    drops = plan.evict is not None and plan.evict.when.chunks
-    return plan.propagate is not None or plan.shortens_prompt or drops
+    return plan.propagate is not None or plan.shortens_prompt or plan.when.chunks
 
 
 def by_context(pairs: Sequence[tuple[Tokens, Tokens]]) -> Iterator[tuple[Tokens, list[int]]]:

@@ -229,7 +229,6 @@ class DocumentReader:
 
 def _can_go_on(plan: Plan) -> bool:
     """Return True for a plan that may process the last tokens of a prompt after a full prefill of the others."""
-    evictor = plan.evict
     if plan.drafts or plan.prefill is not None or plan.scores_entries:
         return False
-    return evictor is None or not (evictor.when.chunks or isinstance(evictor, ChunkedEvictor))
+    return not (plan.when.chunks or isinstance(plan.evict, ChunkedEvictor))
