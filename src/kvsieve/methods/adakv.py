@@ -27,7 +27,7 @@ from kvsieve.core.selection import pack_ragged, top_mask
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.allocators import LayerAllocator
-from kvsieve.methods.base import ScoredEvictor, apply_protection, check_int, hide_padding, skips
+from kvsieve.methods.base import ScoredEvictor, apply_protection, check_int, check_share, hide_padding, skips
 from kvsieve.methods.criticalkv import critical_ranks
 from kvsieve.methods.pyramidkv import pyramid_shares
 from kvsieve.methods.snapkv import SnapKV
@@ -76,8 +76,7 @@ class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.alpha <= 1:
-            raise PlanError(f"AdaKV: alpha must be a share in [0, 1], got {self.alpha!r}")
+        check_share(self, "alpha", self.alpha)
         check_int(self, "beta", self.beta, 1)
 
     @property

@@ -212,6 +212,12 @@ def check_int(owner: object, name: str, value: object, minimum: int, *, most: in
         raise PlanError(f"{type(owner).__name__}: {name} must be {wanted}, got {short(value)}")
 
 
+def check_share(owner: object, name: str, value: float) -> None:
+    """Raise PlanError unless `value` is a share, 0 and 1 included."""
+    if not 0 <= value <= 1:
+        raise PlanError(f"{type(owner).__name__}: {name} must be a share in [0, 1], got {value!r}")
+
+
 def check_kernel(owner: object, value: object) -> None:
     """Raise PlanError unless `value` is an odd width of a pooling, or "auto"."""
     if value != "auto":

@@ -25,7 +25,7 @@ from kvsieve.core.scoring import group_mean
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.allocators import Cascade
-from kvsieve.methods.base import ScoredEvictor, check_int, last_real, positions, skips
+from kvsieve.methods.base import ScoredEvictor, check_int, check_share, last_real, positions, skips
 from kvsieve.methods.h2o import add_mass, mass_now, query_head_mass
 from kvsieve.methods.merged import Merge, Merged, averaged, merge_rule
 from kvsieve.planning.budget import Budget
@@ -45,8 +45,7 @@ class HeavyHitters(ScoredEvictor, heads="own", query_aware=True):
     sinks: int = 4
 
     def __post_init__(self) -> None:
-        if not 0 <= self.recent <= 1:
-            raise PlanError(f"{type(self).__name__}: recent must be a share in [0, 1], got {self.recent!r}")
+        check_share(self, "recent", self.recent)
         check_int(self, "sinks", self.sinks, 0)
         super().__post_init__()
 

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 
 from kvsieve.core.scoring import group_mean, mass_of
 from kvsieve.core.selection import select_top
-from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
-from kvsieve.methods.base import ScoredEvictor, apply_protection, last_real, skips
+from kvsieve.methods.base import ScoredEvictor, apply_protection, check_share, last_real, skips
 from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext, Selection
 
@@ -120,8 +119,7 @@ class H2O(ScoredEvictor, heads="own", query_aware=True):
     recent: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 <= self.recent <= 1:
-            raise PlanError(f"H2O: recent must be a share in [0, 1], got {self.recent!r}")
+        check_share(self, "recent", self.recent)
         super().__post_init__()
 
     @property

@@ -16,9 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
-from kvsieve.methods.base import Wrapper, at_entries, by_token, check_int, hide_padding, scored_by_name
+from kvsieve.methods.base import Wrapper, at_entries, by_token, check_int, check_share, hide_padding, scored_by_name
 from kvsieve.methods.chunkkv import best_first
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
@@ -42,8 +41,7 @@ class KVCrush(Wrapper, heads="all", query_aware=False):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.representatives <= 1:
-            raise PlanError(f"KVCrush: representatives must be a share in [0, 1], got {self.representatives!r}")
+        check_share(self, "representatives", self.representatives)
         check_int(self, "seed", self.seed, 0)
 
     def ranks(self, ctx: LayerContext, kept: tuple[int, ...]) -> Tensor:

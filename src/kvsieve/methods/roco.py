@@ -16,9 +16,8 @@ from dataclasses import dataclass
 
 from kvsieve.core.scoring import window_weights
 from kvsieve.core.selection import top_mask
-from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
-from kvsieve.methods.base import ScoredEvictor, check_int, first_real, keep_best, last_real, skips
+from kvsieve.methods.base import ScoredEvictor, check_int, check_share, first_real, keep_best, last_real, skips
 from kvsieve.methods.decoding import BLOCK, carried
 from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext, Selection
@@ -49,8 +48,7 @@ class RoCo(ScoredEvictor, heads="own", query_aware=True):
     sinks: int = 4
 
     def __post_init__(self) -> None:
-        if not 0 <= self.recent <= 1:
-            raise PlanError(f"RoCo: recent must be a share in [0, 1], got {self.recent!r}")
+        check_share(self, "recent", self.recent)
         check_int(self, "newest", self.newest, 1)
         check_int(self, "sinks", self.sinks, 0)
         super().__post_init__()

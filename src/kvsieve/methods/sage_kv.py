@@ -14,9 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvsieve.core.scoring import group_mean, mass_of
-from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
-from kvsieve.methods.base import ScoredEvictor, check_int, first_real, keep_best, last_real, skips
+from kvsieve.methods.base import ScoredEvictor, check_int, check_share, first_real, keep_best, last_real, skips
 from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext, Selection
 
@@ -43,8 +42,7 @@ class SageKV(ScoredEvictor, heads="own", query_aware=True):
 
     def __post_init__(self) -> None:
         check_int(self, "sinks", self.sinks, 0)
-        if not 0 <= self.recent <= 1:
-            raise PlanError(f"SageKV: recent must be a share in [0, 1], got {self.recent!r}")
+        check_share(self, "recent", self.recent)
         super().__post_init__()
 
     @property

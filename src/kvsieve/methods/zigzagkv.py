@@ -16,7 +16,7 @@ from kvsieve.core.allocation import tokens_reaching
 from kvsieve.core.scoring import mass_of
 from kvsieve.errors import PlanError
 from kvsieve.methods.allocators import Cascade, observed
-from kvsieve.methods.base import ScoredEvictor, scored_by_name
+from kvsieve.methods.base import ScoredEvictor, check_share, scored_by_name
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
@@ -40,8 +40,7 @@ class ZigZagKV(Cascade, heads="all", query_aware=True):
         super().__post_init__()
         if not 0 < self.target <= 1:
             raise PlanError(f"ZigZagKV: target must be a share in (0, 1], got {self.target!r}")
-        if not 0 <= self.floor <= 1:
-            raise PlanError(f"ZigZagKV: floor must be a share in [0, 1], got {self.floor!r}")
+        check_share(self, "floor", self.floor)
 
     @property
     def window(self) -> int:
