@@ -13,7 +13,10 @@ from kvsieve.cli.answers import EncodedPrompt, Generation, run_methods
 from kvsieve.cli.specs import MethodRun
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
 from kvsieve.hf.compat import CACHE
+from kvsieve.hf.generate import drafted
 from kvsieve.hf.generate.config import FROM_HUB, REFUSED, config_in_effect, end_tokens, padding_token, processors_of
+from kvsieve.lab.bench.contenders import KvsieveMethod
+from kvsieve.lab.bench.prompts import TokensPrompt
 from small import fill
 from tiny import tiny_model, tiny_prompt
 from tiny_models import build
@@ -528,3 +531,40 @@ def test_guidance_under_a_plan_that_reads_in_steps_is_refused_with_who_asks(mode
         with pytest.raises(UnsupportedOptionError, match=rf"{who}uidance_scale=.*'{name}' reads prompts in steps"):
             sieve.generate(ids, **given, **GREEDY)
         sieve.generate(ids, **GREEDY, guidance_scale=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens"),
+    [
+        ({}, 3),
+        ({"draft": "none"}, None),
+        ({"draft": False}, None),
+        ({"prompt_lookup_num_tokens": None}, None),
+        ({"draft": "lookup:tokens=5"}, 5),
+        ({"prompt_lookup_num_tokens": 5}, 5),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("by", ["generate", "chat"])
+def test_a_call_overrides_the_drafts_of_a_configuration(monkeypatch, given, tokens, by):
+    model = build("llama")
+    model.generation_config.prompt_lookup_num_tokens = 3
+    opened = []
+    monkeypatch.setattr(drafted, "open_drafts", lambda draft, *_: opened.append(draft.tokens) or [])
+    monkeypatch.setattr(drafted.TokenSteps, "ended", True)
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        if by == "generate":
+            sieve.generate(tiny_prompt(), max_new_tokens=2, **given)
+        else:
+            sieve.chat(chat_tokenizer(), max_new_tokens=2).ask("w1 w2", **given)
+    assert opened == [] if tokens is None else [tokens]
+
+
+@pytest.mark.parametrize("by", ["run", "bench"])
+def test_commands_without_a_draft_draft_nothing(model, ids, monkeypatch, by):
+    model.generation_config.prompt_lookup_num_tokens = 3
+    monkeypatch.setattr(drafted, "open_drafts", lambda *_: pytest.fail("drafts"))
+    if by == "run":
+        run_methods(model, chat_tokenizer(), EncodedPrompt(ids, []), [MethodRun("full", {}, FULL)], Generation(16, 4))
+    else:
+        KvsieveMethod(model, FULL, "full").run(TokensPrompt(ids), 4)

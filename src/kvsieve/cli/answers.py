@@ -173,8 +173,8 @@ def run_batches(
         _warm_up(model, asked[0].ids)
     # Rows of a batch would share the rotary tables of the longest.
     batch = batch if how.store is None and not RotaryTables(model).depend else 1
-    options = {"chunk": how.chunk, "max_new_tokens": how.max_new_tokens, "draft": how.draft, "grammar": how.grammar}
-    options |= how.sampling
+    options: dict[str, Any] = {"chunk": how.chunk, "max_new_tokens": how.max_new_tokens, "grammar": how.grammar}
+    options |= {"draft": how.draft or "none", **how.sampling}
     with opened_store(how.store) as store:
         reader = None
         if _shares(asked, batch, how):
@@ -233,7 +233,7 @@ def _warm_up(model: Any, prompt: Tensor) -> None:
 
     with attach(model, Plan()) as sieve:
         ids = prompt[:, :_WARM_UP_TOKENS].to(model.device)
-        sieve.generate(ids, ids.new_ones(ids.shape), max_new_tokens=2, do_sample=False)
+        sieve.generate(ids, ids.new_ones(ids.shape), max_new_tokens=2, do_sample=False, draft="none")
 
 
 def _answer(

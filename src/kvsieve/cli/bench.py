@@ -203,7 +203,7 @@ def run_bench(
     from kvsieve.models.fetch import MODEL_NAME
     from kvsieve.report.environment import environment
 
-    contenders = [*_contenders(model, runs, settings), *peers]
+    contenders = [*_contenders(model, tokenizer, runs, settings), *peers]
     say("measuring the machine")
     limits, unknown = _limits(model)
     report: dict[str, Any] = {
@@ -245,7 +245,7 @@ def run_bench(
     return report
 
 
-def _contenders(model: Any, runs: dict[str, MethodRun], settings: dict[str, Any]) -> list[Contender]:
+def _contenders(model: Any, tokenizer: Any, runs: dict[str, MethodRun], settings: dict[str, Any]) -> list[Contender]:
     """Return plain transformers and the methods, each also with drafts if there is one. Raises PlanError."""
     from kvsieve.hf.model.support import check_model
     from kvsieve.lab.bench.contenders import KvsieveMethod, Transformers
@@ -257,7 +257,7 @@ def _contenders(model: Any, runs: dict[str, MethodRun], settings: dict[str, Any]
         method = KvsieveMethod(model, run.plan, label, settings["chunk"], settings["decode"])
         found.append(method)
         if draft is not None:
-            found.append(replace(method, name=f"{label} draft={draft}", draft=draft))
+            found.append(replace(method, name=f"{label} draft={draft}", draft=draft, tokenizer=tokenizer))
     return found
 
 

@@ -146,7 +146,7 @@ def chat_command(
         torch.manual_seed(seed)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "chunk": chunk, "max_context": longest, **sampling}
     options |= {"protect": [*roles, *spans]} if protect else {}
-    options |= {"draft": drafts, "retry": commands or is_interactive(as_json)}
+    options |= {"draft": drafts or "none", "retry": commands or is_interactive(as_json)}
     with opened_store(store) as prompts, attach(loaded, plan, decode=decode, tokenizer=tokenizer) as sieve:
         chat = sieve.chat(tokenizer, system, load=load, store=prompts, **options)
         talk = Talk(chat, context, save, force, commands, as_json, wide)

@@ -290,26 +290,25 @@ def taken_draft(
     """
     options = dict(options)
     found = as_draft(draft)
+    # One of another kind is refused with the other options.
     says = [options.get("generation_config", config), model.generation_config]
-    lookup = options.pop("prompt_lookup_num_tokens", None)
-    for part in says:
-        # One of another kind is refused with the other options.
-        if lookup is None and isinstance(part, GenerationConfig):
-            lookup = part.prompt_lookup_num_tokens
+    configured = [part.prompt_lookup_num_tokens for part in says if isinstance(part, GenerationConfig)]
     assistant = options.pop("assistant_model", None)
+    # The call overrides a configuration.
+    by_default = configured if draft is None and assistant is None else ()
+    default = next((tokens for tokens in by_default if tokens is not None), None)
+    lookup = options.pop("prompt_lookup_num_tokens", default)
     tokenizer = options.pop("assistant_tokenizer", None)
-    asked = {"draft": found, "prompt_lookup_num_tokens": lookup, "assistant_model": assistant}
+    asked = {"draft": draft, "prompt_lookup_num_tokens": lookup, "assistant_model": assistant}
     several = [name for name, value in asked.items() if value is not None]
-    if not several:
-        return None, options
     if len(several) > 1:
         raise UnsupportedOptionError(f"{' and '.join(several)} both ask for drafts: leave one of them out")
+    if any(tokens is not None for tokens in configured):
+        options["prompt_lookup_num_tokens"] = None
     if lookup is not None:
         if type(lookup) is not int or lookup < 1:
             raise InputError(f"prompt_lookup_num_tokens is a number of tokens, at least 1, got {short(lookup)}")
         found = Draft("lookup", tokens=min(lookup, MOST))
-        # Of a configuration, which the call overrides.
-        options["prompt_lookup_num_tokens"] = None
     elif assistant is not None:
         found = as_draft(assistant if tokenizer is None else (assistant, tokenizer))
     return found, options

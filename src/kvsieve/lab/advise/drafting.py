@@ -97,6 +97,6 @@ def _answer(
             max_new_tokens=ANSWER,
             do_sample=False,
             eos_token_id=sorted(evaluator.prompter.stops) or None,
-            draft=draft,
+            draft=draft or "none",
         )
     return result.stats

@@ -67,7 +67,10 @@ class Transformers:
 
 @dataclass
 class KvsieveMethod:
-    """A plan under `kvsieve.attach` and `sieve.generate`. decode: see `attach`; draft: see `Sieve.generate`."""
+    """A plan under `kvsieve.attach` and `sieve.generate`.
+
+    decode, tokenizer: see `attach`; draft: see `Sieve.generate`.
+    """
 
     model: Any
     plan: Plan
@@ -75,6 +78,7 @@ class KvsieveMethod:
     chunk: int | None = None
     decode: str = "auto"
     draft: Draft | None = None
+    tokenizer: Any = None
     pads: bool = True
     here: bool = True
 
@@ -82,7 +86,7 @@ class KvsieveMethod:
         prompt = prompt.to(self.model.device)
         mask = torch.ones_like(prompt.ids) if prompt.mask is None else prompt.mask
         criteria = [] if work is None else [_Stop(work)]
-        with attach(self.model, self.plan, decode=self.decode) as sieve:
+        with attach(self.model, self.plan, decode=self.decode, tokenizer=self.tokenizer) as sieve:
             result = sieve.generate(
                 prompt.ids,
                 mask,
@@ -93,7 +97,7 @@ class KvsieveMethod:
                 pad_token_id=0,
                 stopping_criteria=StoppingCriteriaList(criteria),
                 measure=True,
-                draft=self.draft,
+                draft=self.draft or "none",
             )
         stats = result.stats
         run: Run = {name: getattr(stats, name) for name in ("ttft_s", "tpot_s", "kv_bytes", "peak_bytes", "applied")}

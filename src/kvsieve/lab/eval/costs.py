@@ -58,7 +58,7 @@ def measure_costs(grid: Grid, evaluator: Evaluator, writer: ResultsWriter) -> No
 def measure_one(evaluator: Evaluator, setting: MethodSetting, ids: Tensor) -> Row:
     """Measure one prompt [1, N] under one setting, prefilled and answered alone."""
     ids = ids.to(evaluator.model.device)
-    with attach(evaluator.model, setting.plan.for_tokenizer(evaluator.prompter.tokenizer)) as sieve:
+    with attach(evaluator.model, setting.plan, tokenizer=evaluator.prompter.tokenizer) as sieve:
         result = sieve.generate(
             ids,
             ids.new_ones(ids.shape),
@@ -67,7 +67,7 @@ def measure_one(evaluator: Evaluator, setting: MethodSetting, ids: Tensor) -> Ro
             min_new_tokens=NEW_TOKENS,
             do_sample=False,
             measure=True,
-            draft=evaluator.draft,
+            draft=evaluator.draft or "none",
         )
     stats = result.stats
     row = {
