@@ -268,3 +268,25 @@ def test_a_later_turn_without_such_a_view_is_refused_before_anything_is_fed(plan
             sieve.generate(more, cache=cache, draft=f"self:{view}", **greedy(max_new_tokens=4))
         assert (cache.status, cache.num_seen) == ("ready", N)
         sieve.generate(more, cache=cache, **greedy(max_new_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("family", "plan", "options", "view", "message"),
+    [
+        ("llama", "full", {"num_return_sequences": 2, "do_sample": True}, "quest:budget=16", "which holds 2 rows"),
+        ("llama", "adakv", {}, SNAPKV, "heads keep different numbers"),
+        ("llama", "gemfilter", {}, SNAPKV, "gemfilter has left some out"),
+        ("qwen3_next", "full", {}, SNAPKV, "recurrent layers cannot"),
+    ],
+)
+@pytest.mark.parametrize("used", [False, True])
+def test_a_prompt_without_such_a_view_is_refused_before_anything_is_fed(family, plan, options, view, message, used):
+    model = tiny_model(family)
+    ids = tiny_prompt(1, N)
+    with kvsieve.attach(model, plan_of(plan, model, budget=20)) as sieve:
+        cache = sieve.prefill(ids) if used else sieve.new_cache()
+        more = torch.cat([ids, tiny_prompt(1, 5)], 1)
+        with pytest.raises(UnsupportedOptionError, match=message):
+            sieve.generate(more, cache=cache, draft=f"self:{view}", **{**greedy(max_new_tokens=4), **options})
+        assert (cache.status, cache.num_seen) == ("ready", N * used or 0) or plan == "gemfilter"
+        sieve.generate(more, cache=cache, **greedy(max_new_tokens=4))

@@ -7,11 +7,15 @@ import itertools
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import kvsieve
 from kvsieve.decoding import loop
 from kvsieve.errors import InputError, UnsupportedOptionError
 from kvsieve.hf.compat import CACHE
+from kvsieve.hf.drafts import draft_passes, length
+from kvsieve.hf.runtime import AttachedModel
 from kvsieve.lab.eval.evaluator import Evaluator
 from kvsieve.lab.eval.outcome import compared_places
 from kvsieve.lab.tasks.samples import QuestionAnswer, Sample
@@ -216,3 +220,37 @@ def test_drafts_change_no_answer_and_are_counted(model, evaluator):
         assert [outcome.answers for outcome in drafted] == [outcome.answers for outcome in plain]
         assert [outcome.drafts for outcome in plain] == [None] * 4
         assert all(outcome.drafts.drafted > 0 for outcome in drafted)
+
+
+@pytest.mark.parametrize("view", ["quest:budget=16", "snapkv:budget=12:window=4:floor=0"])
+def test_views_draft_for_every_plan(model, evaluator, monkeypatch, view):
+    """Their answers are otherwise decoded together."""
+    monkeypatch.setattr(draft_passes, "LEAST", 0.0)
+    monkeypatch.setattr(length, "_MARGIN", 0.0)
+    sample = Sample(CONTEXT, (turn(5), turn(6)))
+    drafting = Evaluator(model, word_tokenizer(), draft=f"self:{view}")
+    for question in ("visible", "hidden"):
+        plain, drafted = (one.run(sample, PLANS[:4], question) for one in (evaluator, drafting))
+        assert [outcome.answers for outcome in drafted] == [outcome.answers for outcome in plain]
+        assert all(outcome.drafts.drafted > 0 for outcome in drafted)
+
+
+def test_a_draft_that_cannot_serve_a_plan_is_refused_before_anything_is_read(model, monkeypatch):
+    monkeypatch.setattr(AttachedModel, "feed", lambda *given, **more: pytest.fail("a prompt was read"))
+    drafting = Evaluator(model, word_tokenizer(), draft="self:snapkv:budget=12:window=4")
+    with pytest.raises(UnsupportedOptionError, match="heads keep different numbers"):
+        drafting.run(Sample(CONTEXT, (turn(5),)), [PLANS[0], kvsieve.plan("adakv", budget="30%", window=4)], "visible")
+
+
+def test_a_draft_may_have_another_tokenizer(model, evaluator, monkeypatch):
+    """It is told the model's own."""
+    monkeypatch.setattr(draft_passes, "LEAST", 0.0)
+    monkeypatch.setattr(length, "_MARGIN", 0.0)
+    small = build("llama", seed=1, vocab_size=90)
+    words = {word: index for index, word in enumerate(reversed(WORDS[40:]))}
+    other = Tokenizer(models.WordLevel(words, unk_token=WORDS[41]))
+    other.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    draft = small, PreTrainedTokenizerFast(tokenizer_object=other, unk_token=WORDS[41])
+    drafting = Evaluator(model, word_tokenizer(), draft=draft)
+    plain, drafted = (one.run(Sample(CONTEXT, (turn(5),)), PLANS[:1], "visible") for one in (evaluator, drafting))
+    assert drafted[0].answers == plain[0].answers and drafted[0].drafts.drafted > 0

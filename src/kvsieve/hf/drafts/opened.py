@@ -47,13 +47,14 @@ def open_drafts(
     return found
 
 
-def check_draft(draft: Draft, model: AttachedModel, cache: SieveCache | None = None) -> None:
+def check_draft(draft: Draft, model: AttachedModel, cache: SieveCache | None = None, rows: int = 1) -> None:
     """Raise for a source that cannot draft for a model under its plan; a draft model is loaded.
 
     Args:
         draft: the source.
         model: attached under the plan.
-        cache: to continue, which may allow no view; None or an empty one is not looked at.
+        cache: to continue, which may allow no view; None for a new one.
+        rows: answers that are decoded together.
 
     Raises:
         PlanError: a draft model's tokens cannot be mapped, or a plan gives no view.
@@ -64,8 +65,7 @@ def check_draft(draft: Draft, model: AttachedModel, cache: SieveCache | None = N
         model_drafter(draft.model, model)
     if draft.view is not None:
         view = checked_view(draft.view, model)
-        if cache is not None and cache.num_seen:
-            check_view_of(cache, view)
+        check_view_of(model.new_cache() if cache is None else cache, view, rows)
 
 
 def pass_cost(model: AttachedModel, cache: SieveCache) -> tuple[float, float]:

@@ -91,9 +91,9 @@ def _why_not_evicted(evictor: Evictor) -> str | None:
     return None
 
 
-def check_view_of(cache: SieveCache, plan: Plan) -> None:
-    """Raise UnsupportedOptionError if a cache with a prompt allows no view by a plan of `checked_view`."""
-    reason = _why_not_of(cache, plan)
+def check_view_of(cache: SieveCache, plan: Plan, rows: int) -> None:
+    """Raise UnsupportedOptionError if a cache, for `rows` answers, allows no view by a plan of `checked_view`."""
+    reason = _why_not_of(cache, plan, rows)
     if reason is not None:
         raise UnsupportedOptionError(f"draft='self:{plan.name}' is no view of this cache: {reason}")
 
@@ -110,14 +110,13 @@ def view_drafter(model: AttachedModel, cache: SieveCache, plan: Plan, row: int =
     Raises:
         UnsupportedOptionError: the cache allows no such view.
     """
-    check_view_of(cache, plan)
+    check_view_of(cache, plan, cache.conversation.batch)
     return ReaderDrafter(model, cache, plan) if plan.roles == ("read",) else CopyDrafter(model, cache, plan, row)
 
 
-def _why_not_of(cache: SieveCache, plan: Plan) -> str | None:
-    """Return a clause why a cache allows no view by a plan, or None."""
+def _why_not_of(cache: SieveCache, plan: Plan, rows: int) -> str | None:
+    """Return a clause why a cache allows no view by a plan, or None. rows: answers, each of a row."""
     if plan.roles == ("read",):
-        rows = cache.conversation.batch
         why = f"a reader drafts on the cache itself, which holds {rows} rows; ask them one by one, or name an evictor"
         return why if rows > 1 else None
     layers = cache.sieve_layers.values()
@@ -126,11 +125,13 @@ def _why_not_of(cache: SieveCache, plan: Plan) -> str | None:
     if plan.evict is None:
         return None
     reader = "name a reader or a codec, such as quest or kivi"
+    verified = cache.owner.plan
     if cache.has_state:
         return f"an evictor's view reads the last tokens again, which recurrent layers cannot; {reader}"
-    if cache.conversation.short_prompt is not None:
-        return f"an evictor's view reads the last tokens again, and {cache.owner.plan.name} has left some out; {reader}"
-    if any(layer.store.is_ragged for layer in layers) and not plan.evict.traits.ragged:
+    if cache.conversation.short_prompt is not None or verified.shortens_prompt:
+        return f"an evictor's view reads the last tokens again, and {verified.name} has left some out; {reader}"
+    divides = verified.evict is not None and verified.evict.traits.ragged and not verified.is_view
+    if (divides or any(layer.store.is_ragged for layer in layers)) and not plan.evict.traits.ragged:
         return (
             f"its heads keep different numbers of entries, and {type(plan.evict).__name__} takes equal ones; name "
             "adakv, a reader or a codec"

@@ -104,7 +104,8 @@ def generate(
     config = asked.config
     check_plan_can(model, input_ids, cache, reading, options, config)
     if asked.draft is not None:
-        check_draft(asked.draft, model, cache)
+        answers = max(config.num_beams or 1, config.num_return_sequences or 1)
+        check_draft(asked.draft, model, cache, len(input_ids) * answers if isinstance(input_ids, Tensor) else 1)
     clock = _Clock(exact=asked.measure)
     with measure_peak(model.model.device) if asked.measure else contextlib.nullcontext(Peak()) as peak:
         began = time.perf_counter()

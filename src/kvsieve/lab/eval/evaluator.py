@@ -19,6 +19,7 @@ from kvsieve.hf.attach import attach
 from kvsieve.hf.cache.batching import can_stack, stack
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.drafts.drafter import DraftCounts
+from kvsieve.hf.drafts.opened import check_draft
 from kvsieve.hf.generate.acted import what_ran
 from kvsieve.hf.generate.config import check_single_answer
 from kvsieve.hf.prompt.constraints import PromptConstraints
@@ -62,7 +63,8 @@ class Evaluator:
     ) -> None:
         self.model = model
         self.draft = as_draft(draft)
-        self.batch = batch
+        # A reader's view drafts on the cache of one answer.
+        self.batch = batch if self.draft is None or self.draft.view is None else 1
         self.chunk = chunk
         self.documents = DocumentReader(model, chunk)
         self._weights = weight_bytes(model)
@@ -103,6 +105,9 @@ class Evaluator:
             raise InputError("questions on copies of one context are asked hidden only; see --question")
         encoded = self.prompter.encode(sample)
         plans = [plan.for_model(self.model, self.prompter.tokenizer) for plan in plans]
+        for plan in plans if self.draft is not None and self.draft.kind != "lookup" else ():
+            with attach(self.model, plan, tokenizer=self.prompter.tokenizer) as sieve:
+                check_draft(self.draft, sieve)
         visible = question == "visible"
         expected = sample.turns[0].max_new_tokens
         if visible:
@@ -262,7 +267,7 @@ class Evaluator:
 
     def _decode(self, state: ReadState, answers: Sequence[Answer]) -> None:
         """Decode answers to their end, with a new prefill in the same places as generate."""
-        with attach(self.model, after_prompt(state.plans[0])) as sieve:
+        with attach(self.model, after_prompt(state.plans[0]), tokenizer=self.prompter.tokenizer) as sieve:
             rows = Rows(sieve, sieve.adopt(state.cache.fork(share=True)), answers)
             rows.take(state.logits[:, None].cpu())
             if self.draft is not None:
