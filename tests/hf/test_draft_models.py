@@ -15,10 +15,12 @@ from kvsieve.errors import PlanError, UnsupportedOptionError
 from kvsieve.hf.drafts import draft_passes, length
 from kvsieve.hf.drafts.model import model_drafter
 from kvsieve.hf.drafts.translation import Translation
+from kvsieve.hf.prompt.draft import load_draft
 from kvsieve.planning.roles import Loaded
 from small import plan_of
 from tiny import greedy, tiny_model, tiny_prompt
 from tiny_models import build
+from toy_gguf import TOKENS, write_gguf
 from toy_words import WORDS, word_tokenizer
 
 N = 60
@@ -220,3 +222,15 @@ def test_vocabularies_that_cannot_be_mapped_are_refused():
         pytest.raises(UnsupportedOptionError, match="cannot take text back"),
     ):
         model_drafter(windows, sieve)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "own"),
+    [(torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)],
+    ids=str,
+)
+def test_a_draft_in_blocks_computes_in_a_dtype_that_blocks_have(tmp_path, dtype, own):
+    file = tmp_path / "draft.gguf"
+    write_gguf(build("llama", vocab_size=len(TOKENS)), file)
+    model = build("llama", vocab_size=len(TOKENS), dtype=dtype)
+    assert load_draft(str(file), model).model.dtype == own

@@ -54,6 +54,9 @@ def load_draft(drafter: str | Loaded, model: Any) -> Loaded:
 @functools.lru_cache(maxsize=1)
 def _loaded(name: str, dtype: torch.dtype, device: str) -> Loaded:
     """Load a draft by name, with the last one cached, so that attaching a plan again does not load it again."""
+    if name.endswith(".gguf") and device == "cpu" and dtype != torch.bfloat16:
+        # The other dtype that weights in blocks are computed with.
+        dtype = torch.float32
     return Loaded(name, *models.load(None if name == "demo" else name, dtype, device))
 
 
