@@ -314,3 +314,40 @@ def test_what_cannot_be_edited_is_refused_and_nothing_changes(model, tokenizer):
             chat.remove(0)
         assert torch.equal(chat.ids, ids) and len(chat.messages) == 5
         chat.ask("w1")
+
+
+@pytest.mark.parametrize("window", [8, "all"])
+def test_edits_are_prefilled_in_the_chunks_of_the_chat(model, tokenizer, monkeypatch, window):
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        chat = sieve.chat(tokenizer, **PLAIN, chunk=16)
+        for turn in range(2):
+            chat.ask(words(turn))
+        fed = []
+        feed = sieve.feed
+        monkeypatch.setattr(sieve, "feed", lambda *given, **more: fed.append(given[1].shape[1]) or feed(*given, **more))
+        done = chat.replace(0, words(5, 50), window=window)
+        assert max(fed) == 16 and sum(fed) == done.reread > 50
+
+
+def test_an_edit_that_changes_nothing_leaves_the_last_answer_to_be_made_again(model, tokenizer):
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        chat = sieve.chat(tokenizer, retry=True, **PLAIN)
+        chat.ask(words(0))
+        reply = chat.ask(words(1))
+        assert chat.strip(tools_before=1).reread == chat.replace(0, words(0)).reread == 0
+        assert chat.retry().tokens == reply.tokens
+        chat.replace(0, words(2))
+        with pytest.raises(InputError, match="was edited"):
+            chat.retry()
+
+
+def test_edits_keep_to_the_context_of_the_chat(model, tokenizer):
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        chat = sieve.chat(tokenizer, max_context=90, **PLAIN)
+        for turn in range(2):
+            chat.ask(words(turn, 20))
+        ids = chat.ids
+        with pytest.raises(InputError, match="more than max_context=90; say less"):
+            chat.replace(0, words(5, 50))
+        assert torch.equal(chat.ids, ids) and chat.cache.num_seen == ids.shape[1] - 1
+        chat.replace(0, words(5, 10))

@@ -35,7 +35,7 @@ FINE += [
     chats.Chat.snapshot,
 ]
 FINE += [SieveCache.rollback]
-COARSE = ("/hf/chat/chat.py", "/hf/chat/turn.py", "/hf/cache/cache.py")
+COARSE = ("/hf/edit/editor.py", "/hf/edit/moved.py", "/hf/chat/chat.py", "/hf/chat/turn.py", "/hf/cache/cache.py")
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +96,7 @@ ACTS = {
     "retry": lambda chat: chat.retry(max_new_tokens=1),
     "read": lambda chat: chat.read("w5 w6"),
     "fork": lambda chat: chat.fork(),
+    "replace": lambda chat: chat.replace(0, "w1 w2 w9 w4 w5 w6 w7 w8", window=2),
 }
 
 
@@ -106,7 +107,7 @@ def test_an_interrupt_at_any_place(chat, name):
     interrupts = Interrupts(FINE, COARSE)
     places = interrupts.places(lambda: act(chat))
     after = told(chat)
-    assert (after == before) == (name not in ("ask", "stream", "retry", "read")) and len(places) > 100
+    assert (after == before) == (name not in ("ask", "stream", "retry", "read", "replace")) and len(places) > 100
     chat.rollback(start)
     came = 0
     for place in places:

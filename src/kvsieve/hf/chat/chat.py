@@ -18,7 +18,7 @@ from kvsieve.hf.chat.options import check_chat_options
 from kvsieve.hf.chat.state import ChatSnapshot, ChatState, Reply, Transcript, from_saved, saved_form
 from kvsieve.hf.chat.turn import BREAK, TurnMaker, message_of
 from kvsieve.hf.chat.worker import streamed
-from kvsieve.hf.edit.editor import WINDOW, Edited
+from kvsieve.hf.edit.editor import WINDOW, Edited, Editor
 from kvsieve.hf.edit.layout import Window
 from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.inputs import check_text
@@ -225,10 +225,12 @@ class Chat(Forked):
             del turns[removed]
         known = before.ids[:, : self._cache.num_seen]
         self._at = None
+        editor = Editor(self.sieve, self._cache, known, window, chunk=self.options["chunk"])
         # The last token was never fed.
-        edited = self.sieve.edit(self._cache, known, window=window).become(after.ids[:, :-1])
+        edited = editor.become(after.ids[:, :-1])
+        same = messages == before.messages and torch.equal(after.ids, before.ids)
         after = dataclasses.replace(after, turns=tuple(turns))
-        self._state = self._at = ChatState(after, self._cache.snapshot())
+        self._state = self._at = ChatState(after, self._cache.snapshot(), self._state.before if same else None)
         return edited
 
     def snapshot(self) -> ChatSnapshot:

@@ -252,6 +252,12 @@ class TurnMaker:
             sizes = so_far.sizes_after(ids, said.shape[1])
             so_far = Transcript(torch.cat([ids, said], 1), after, ended=ended, sizes=sizes)
             previous = turn.number if same else None
+        size = so_far.ids.shape[1]
+        if self.max_context is not None and size > max(self.max_context, before.ids.shape[1]):
+            raise InputError(
+                f"the conversation would have {size} tokens, more than max_context={self.max_context}; say less, or "
+                "remove other turns first"
+            )
         return so_far
 
     def _reasons(self, ids: Tensor) -> int:
