@@ -140,6 +140,11 @@ def test_one_document_is_a_plain_prefill(model, ids):
         ({"method": "full"}, None, "chooses tokens by the question; give its token ids"),
         ({"method": "full"}, [], "question is the token ids of one text"),
         ({"method": "full"}, [1 << 20], "the model knows 0 to"),
+        (
+            {"method": "full"},
+            [7] * 447,
+            "have 66 tokens together and the question 447, the model's context ends at 512",
+        ),
         ({"method": "keydiff", "budget": 24, "floor": 0}, QUESTION, "evicts entries of each document alone"),
     ],
 )

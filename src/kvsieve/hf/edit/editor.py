@@ -142,6 +142,7 @@ class Editor:
     def _apply(self, pieces: list[tuple[int, int] | Tensor]) -> Edited:
         cache = self._cache
         model = self._model
+        model.check_attached()
         model.check_cache(cache)
         _check(model, cache, self.ids)
         layout = Arrangement.of(self.ids[0].cpu()).rewritten(pieces)
@@ -161,10 +162,13 @@ class Editor:
             try:
                 with closing():
                     _rewrite(model, cache, layout, runs, self._chunk, done)
-                edits = cache.conversation.edits
-                cache.conversation.edits = edits.edited(layout.source, layout.before, layout.first, runs)
+                conversation = cache.conversation
+                conversation.edits = conversation.edits.edited(layout.source, layout.before, layout.first, runs)
                 if not is_exact:
-                    cache.conversation.note_approximate([f"edit:window={self.window}"])
+                    conversation.note_approximate([f"edit:window={self.window}"])
+                elif not conversation.edits.spans:
+                    # All approximate entries are removed, or prefilled again.
+                    conversation.approximate = ()
             except BaseException:
                 cache.rollback(before)
                 raise
@@ -186,10 +190,11 @@ def _check(model: AttachedModel, cache: SieveCache, ids: Tensor) -> None:
     )
     if reason is not None:
         raise UnsupportedOptionError(f"this conversation cannot be edited: {reason}; prefill it again")
-    if len(ids) != 1 or conversation.batch != 1 or conversation.mask is not None:
+    padded = conversation.mask is not None or conversation.ends is not None
+    if len(ids) != 1 or conversation.batch != 1 or padded:
         raise InputError(
             f"edits take one conversation without padding, got ids of shape {tuple(ids.shape)} and a cache of "
-            f"{conversation.batch} rows; edit rows one by one, as caches of their own"
+            f"{conversation.batch} rows{' with padding' * padded}; prefill rows one by one, in caches of their own"
         )
     if ids.shape[1] != conversation.num_seen:
         raise InputError(
@@ -292,9 +297,9 @@ def _move_records(cache: SieveCache, turn: Turn, target: Tensor, size: int) -> N
     ends = torch.cat([target, torch.tensor([size])])
 
     def place(column: int) -> int:
-        """Return the new column of the first token from `column` on that stays."""
+        """Return the first new column of a token from `column` on that stays."""
         later = ends[column:]
-        return int(later[later >= 0][0])
+        return int(later[later >= 0].min())
 
     conversation.turn = dataclasses.replace(turn, start=place(min(turn.start, len(target))), prompt_end=None)
     conversation.prompt_lengths = tuple(place(min(length, len(target))) for length in conversation.prompt_lengths)

@@ -115,18 +115,17 @@ def feed_scattered(
         turn.drafted = torch.zeros(1, end - start)
     plan = Plan(propagate=chosen, name=model.plan.name)
     handles: list[Any] = [] if model.any_plan else propagation_hooks(model, source)
-    known = len(cache.conversation.propagated)
-    with beside(cache, turn):
-        try:
+    try:
+        known = len(cache.conversation.propagated)
+        with beside(cache, turn):
             for first in range(start, end, chunk or end):
                 last = min(first + (chunk or end), end)
                 request = PassRequest(plan, "prefill", last == end, before_attention=chosen.place)
                 model.feed(cache, ids[:, first:last], None, request)
-        finally:
-            for handle in handles:
-                handle.remove()
-        passed = cache.conversation.propagated[known:]
-    return passed
+            return cache.conversation.propagated[known:]
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def feed_spans(

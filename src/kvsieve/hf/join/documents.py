@@ -84,10 +84,10 @@ def checked_documents(model: AttachedModel, documents: Any, before: Any) -> Join
     return found
 
 
-def checked_question(model: AttachedModel, kind: Join, question: Any) -> Tensor | None:
-    """Return the tokens of a question, int64 [1, N], if a join chooses by it, else None.
+def checked_question(model: AttachedModel, kind: Join, question: Any, before: int) -> Tensor | None:
+    """Return the tokens of a question after `before` others, int64 [1, N], if a join chooses by it, else None.
 
-    Raises InputError for other than token ids, and for None where the join needs it.
+    Raises InputError for other than token ids, more than the model's context, and for None where the join needs it.
     """
     if not isinstance(kind, AskedJoin):
         return None
@@ -96,7 +96,14 @@ def checked_question(model: AttachedModel, kind: Join, question: Any) -> Tensor 
             f"the join {kind.spec!r} chooses tokens by the question; give its token ids as question=, or take another "
             "join"
         )
-    return row_of_ids(question, model.config.vocab_size, "question")[None]
+    ids = row_of_ids(question, model.config.vocab_size, "question")[None]
+    context = context_of(model.config)
+    if context is not None and before + ids.shape[1] > context:
+        raise InputError(
+            f"the documents have {before} tokens together and the question {ids.shape[1]}, the model's context ends at "
+            f"{context}; join fewer or shorter ones"
+        )
+    return ids
 
 
 @dataclass
