@@ -12,6 +12,7 @@ from kvsieve.detokenize import special_ids
 from kvsieve.errors import InputError
 from kvsieve.lab.tasks.prompter import Prompter
 from kvsieve.lab.tasks.samples import QuestionAnswer, Sample
+from kvsieve.planning.documents import document_prompt
 from kvsieve.planning.segments import role_spans
 from kvsieve.planning.turns import Turns, plain_ids, render, token_ids
 from toy_chats import chat_tokenizer
@@ -158,3 +159,24 @@ def test_samples_of_an_evaluation(demo):
         assert [controls_of(tokenizer, part[0].tolist()) for part in found] == [
             controls_of(tokenizer, part[0].tolist()) for part in wanted
         ]
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_text_after_other_text_gets_no_space_before_it(kind):
+    """As documents of a prompt, and what follows the last of them."""
+    tokenizer = TOKENIZERS[kind]()
+    parts = document_prompt(tokenizer, [{"role": "user", "content": "when"}], ["one <s> two", "three"])
+    whole = [{"role": "user", "content": "one <s> two\n\nthree\n\nwhen"}]
+    assert parts.ids == token_ids(tokenizer, render(tokenizer, whole))
+    again = document_prompt(tokenizer, [{"role": "user", "content": "when"}], ["three", "one <s> two"])
+    assert again.documents == parts.documents[::-1]
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_the_end_of_a_message_follows_its_beginning(kind):
+    tokenizer = TOKENIZERS[kind]()
+    turns = Turns(tokenizer)
+    read = turns.added([], "one <s> two", open_end=True)
+    asked = turns.added([], "\n\nwhen", before="one <s> two")
+    whole = [{"role": "user", "content": "one <s> two\n\nwhen"}]
+    assert [*read, *asked] == token_ids(tokenizer, render(tokenizer, whole))

@@ -67,6 +67,6 @@ def document_prompt(
     said = [f"{text.strip()}\n\n" for text in documents]
     return DocumentPrompt(
         [*first, *token_ids(tokenizer, before)],
-        [token_ids(tokenizer, text if parse_special else escaped(tokenizer, text)) for text in said],
-        [*token_ids(tokenizer, rest), *end],
+        [token_ids(tokenizer, text if parse_special else escaped(tokenizer, text), follows=True) for text in said],
+        [*token_ids(tokenizer, rest, follows=True), *end],
     )

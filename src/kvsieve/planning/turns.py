@@ -94,12 +94,22 @@ def escaped(tokenizer: Any, text: str) -> str:
     return _any_of(names).sub(lambda match: f"{_OPEN}{names.index(match[0])}{_CLOSE}", text)
 
 
-def token_ids(tokenizer: Any, text: str) -> list[int]:
+def token_ids(tokenizer: Any, text: str, follows: bool = False) -> list[int]:
     """Tokenize a piece of a rendered chat with the template's special tokens.
+
+    Args:
+        tokenizer: any tokenizer.
+        text: the piece.
+        follows: other text precedes it, so it gets no space that the tokenizer writes before any text. Default False.
 
     Raises:
         InputError: a message has a control token that the tokenizer cannot write as text.
     """
+    lead = _ids(tokenizer, "\n") if follows and text else []
+    if lead and _ids(tokenizer, "\nx") != [*lead, *_ids(tokenizer, "x")]:
+        ids = token_ids(tokenizer, f"\n{text}")
+        if ids[: len(lead)] == lead:
+            return ids[len(lead) :]
     if _OPEN not in text:
         return _ids(tokenizer, text)
     controls = _controls(tokenizer)
@@ -283,7 +293,7 @@ class Turns:
         if not found:
             raise InputError("the model's chat template leaves out what was said before, so the chat cannot go on")
         self._check_known(known, said, before)
-        return token_ids(self.tokenizer, rest)
+        return token_ids(self.tokenizer, rest, follows=True)
 
     def _check_known(self, known: str, said: list[Message], before: str | None) -> None:
         """Check that the text before the mark was fed: up to the last question, or to an open message's text."""

@@ -67,7 +67,7 @@ def with_documents(messages: Sequence[dict[str, Any]], documents: Sequence[str])
 
 
 def split_prompt(
-    text: str, documents: Sequence[str], kv: KVOptions, ids: Callable[[str], list[int]]
+    text: str, documents: Sequence[str], kv: KVOptions, ids: Callable[[str, bool], list[int]]
 ) -> tuple[PromptDocuments, list[int]]:
     """Return the documents in a rendered prompt, and all of its token ids.
 
@@ -77,7 +77,7 @@ def split_prompt(
         text: the prompt.
         documents: as rendered, in order.
         kv: options of the request.
-        ids: returns the token ids of a text.
+        ids: returns the token ids of a text, given whether it follows other text.
 
     Raises:
         InputError: the template changes the documents, or one has no tokens.
@@ -89,12 +89,12 @@ def split_prompt(
             "first document with a word"
         )
     end = start + sum(map(len, documents))
-    before = tuple(ids(text[:start]))
-    texts = tuple(tuple(ids(document)) for document in documents)
+    before = tuple(ids(text[:start], False))
+    texts = tuple(tuple(ids(document, True)) for document in documents)
     if not all(texts):
         raise InputError(f"kv.documents: number {texts.index(())} has no tokens; leave it out")
     found = PromptDocuments(before, texts, _join(kv))
-    return found, [*before, *(token for one in texts for token in one), *ids(text[end:])]
+    return found, [*before, *(token for one in texts for token in one), *ids(text[end:], True)]
 
 
 def check_joined(sieve: Sieve, documents: PromptDocuments | None) -> None:

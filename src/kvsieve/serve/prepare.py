@@ -248,9 +248,9 @@ class Preparer:
         with self._lock:
             return render(self.tokenizer, messages, ask, tools=tools, options=options)
 
-    def _ids(self, text: str) -> list[int]:
+    def _ids(self, text: str, follows: bool = False) -> list[int]:
         with self._lock:
-            return token_ids(self.tokenizer, text)
+            return token_ids(self.tokenizer, text, follows)
 
     def _check_length(self, text: str) -> None:
         """Raise InputError for a text far beyond the context, before more than twice the context's tokens are made.
