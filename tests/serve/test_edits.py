@@ -126,6 +126,27 @@ def test_requests_without_edits_are_prefilled(scheduler, sieve):
     assert heard_all(ask(one, second, plan, TOKENS, session="t")[0])[0] == plain
 
 
+def test_a_session_of_an_earlier_process_is_edited(sieve, tmp_path):
+    plan = plan_of("snapkv", sieve.model).for_model(sieve.model)
+    found = []
+    for restarts in (False, True):
+        folder = tmp_path / str(restarts)
+        one = Scheduler(sieve, word_tokenizer(), ServerLimits(chunk=CHUNK), ServerPrefixes(PrefixStore(folder), False))
+        one.start()
+        first = ask(one, FIRST, plan, TOKENS, **SESSION)[0].ids()
+        if restarts:
+            one.close()
+            prefixes = ServerPrefixes(PrefixStore(folder), False)
+            one = Scheduler(sieve, word_tokenizer(), ServerLimits(chunk=CHUNK), prefixes)
+            one.start()
+        # Another session has no such conversation.
+        assert heard_all(ask(one, changed(first), plan, 2, session="t", edits=True)[0])[1].stats.edited is None
+        answer, summary = heard_all(ask(one, changed(first), plan, TOKENS, **SESSION)[0])
+        found.append((answer, summary.stats.edited))
+        one.close()
+    assert found[0] == found[1] and found[0][1].rules == [RULE]
+
+
 def test_prompts_with_little_in_common_are_prefilled(scheduler, sieve):
     plan, one = plan_of("full", sieve.model), scheduler()
     one.start()

@@ -109,14 +109,6 @@ class AttachedModel(Unpicklable):
         """Names of the active PEFT adapters."""
         return active_adapters(self._adapted)
 
-    def check_attached(self) -> None:
-        """Raise CacheStateError after the `with` block."""
-        if not self.attached:
-            raise CacheStateError(
-                f"the `with` block that attached {self.plan.name!r} has ended, so the model runs without it: attach "
-                "the plan again (with kvsieve.attach(model, plan) as sieve: ...); caches of the same plan go on there"
-            )
-
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Complete the plan with a tokenizer of transformers; see Plan.for_tokenizer."""
         self.tokenizer = tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvsieve.errors import InputError, short
+from kvsieve.errors import CacheStateError, InputError, short
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.failures import undone_on_failure
 from kvsieve.hf.chat.chat import Chat
@@ -96,7 +96,7 @@ class Sieve(AttachedModel):
             PlanError: the plan needs a tokenizer and has none; see `attach`.
             CacheStateError: the cache is of another plan or model, or the `with` block has ended.
         """
-        self.check_attached()
+        self._check_attached()
         ids, mask = prompt_of(input_ids, attention_mask)
         cache = self.new_cache() if cache is None else cache
         constraints = PromptConstraints(protect, quotas, None, reduce)
@@ -128,7 +128,7 @@ class Sieve(AttachedModel):
             InputError, CacheStateError: see `prefill`; also for several rows.
             PlanError: a plan that reads a shorter prompt in place of the given one, which has no such beginning.
         """
-        self.check_attached()
+        self._check_attached()
         cache = self.new_cache() if cache is None else cache
         ids = checked_beginning(self, input_ids, cache, chunk, progress)
         with closing(), undone_on_failure(cache):
@@ -150,7 +150,7 @@ class Sieve(AttachedModel):
             UnsupportedOptionError: the plan or the model has entries that cannot move.
             CacheStateError: see `prefill`.
         """
-        self.check_attached()
+        self._check_attached()
         self.check_cache(cache)
         ids, _ = prompt_of(input_ids, None)
         return Editor(self, cache, ids, window)
@@ -194,7 +194,7 @@ class Sieve(AttachedModel):
             PlanError: an unknown kind, or parameters that it does not have.
             UnsupportedOptionError: the plan or the model has entries that cannot move.
         """
-        self.check_attached()
+        self._check_attached()
         rule = join_of(kind)
         check_chunk(chunk)
         check_callable("progress", progress)
@@ -250,7 +250,7 @@ class Sieve(AttachedModel):
             InputError, PlanError, CacheStateError: see `prefill`; generate's own option `tokenizer` is one as well.
             UnsupportedOptionError: an option that cannot be honoured.
         """
-        self.check_attached()
+        self._check_attached()
         ids, mask = prompt_of(input_ids, attention_mask)
         self.last_stats = None
         if not isinstance(measure, bool):
@@ -290,7 +290,7 @@ class Sieve(AttachedModel):
         Raises:
             InputError: no tokenizer, an empty prompt, a store that cannot serve the plan, or an error of `generate`.
         """
-        self.check_attached()
+        self._check_attached()
         return answer(self, *asked(self, prompt, question, options), store)
 
     def kept(
@@ -374,7 +374,14 @@ class Sieve(AttachedModel):
         Raises InputError where the tokenizer has no chat template or the store cannot serve the plan,
         UnsupportedOptionError for beams.
         """
-        self.check_attached()
+        self._check_attached()
         self.use_tokenizer(tokenizer)
         options |= {"max_new_tokens": max_new_tokens, "chunk": chunk}
         return Chat(self, tokenizer, system, load=load, store=store, **options)
+
+    def _check_attached(self) -> None:
+        if not self.attached:
+            raise CacheStateError(
+                f"the `with` block that attached {self.plan.name!r} has ended, so the model runs without it: attach "
+                "the plan again (with kvsieve.attach(model, plan) as sieve: ...); caches of the same plan go on there"
+            )

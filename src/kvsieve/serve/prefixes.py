@@ -109,8 +109,16 @@ class ServerPrefixes(Prefixes):
         return self._of(order).find(sieve, order.known_ids, chunk)
 
     def edit(self, sieve: Sieve, order: Order, chunk: int, exact: int, known: SessionEdit | None) -> SessionEdit | None:
+        if not order.edits or order.images is not None or not self._serves(sieve, order):
+            return None
         ids = self._latest.get(_conversation(order))
-        if ids is None or not order.edits or order.images is not None or not self._serves(sieve, order):
+        if ids is None and order.session is not None:
+            # Of a session that an earlier process has stored.
+            stored = self.store.longest(sieve, self._of(order).owner)
+            if stored is not None:
+                self._latest.put(_conversation(order), stored.tolist())
+                ids = self._latest.get(_conversation(order))
+        if ids is None:
             return None
         if known is None or known.known is not ids:
             alone = order.session is None and acts_at_end(sieve.plan)

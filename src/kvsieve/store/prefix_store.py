@@ -150,6 +150,13 @@ class PrefixStore:
         with self._lock:
             return self._tiers.best(identity.key, (owner,), ids, request)[1]
 
+    def longest(self, sieve: AttachedModel, owner: str = "") -> Tokens | None:
+        """Return the tokens, int64 [N], of an owner's longest conversation under a sieve, or None."""
+        key = self._identities.of(sieve).key
+        with self._lock:
+            nodes = [node for node in self._tiers if (node.identity.key, node.owner) == (key, owner)]
+        return max((node.ids for node in nodes if not node.reuse.half_read), key=len, default=None)
+
     def add(
         self,
         sieve: AttachedModel,

@@ -142,7 +142,11 @@ class Editor:
     def _apply(self, pieces: list[tuple[int, int] | Tensor]) -> Edited:
         cache = self._cache
         model = self._model
-        model.check_attached()
+        if not model.attached:
+            raise CacheStateError(
+                f"the `with` block that attached {model.plan.name!r} has ended: attach the plan again, and take an "
+                "editor of the cache there"
+            )
         model.check_cache(cache)
         _check(model, cache, self.ids)
         layout = Arrangement.of(self.ids[0].cpu()).rewritten(pieces)
