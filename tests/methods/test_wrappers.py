@@ -10,7 +10,19 @@ import torch
 import kvsieve
 from kvsieve import methods
 from kvsieve.errors import PlanError
-from kvsieve.methods import H2O, TSP, Finch, KNorm, KVzip, Lookahead, PerTurn, RocketEviction, SnapKV
+from kvsieve.methods import (
+    CAKE,
+    H2O,
+    TSP,
+    DefensiveKV,
+    Finch,
+    KNorm,
+    KVzip,
+    Lookahead,
+    PerTurn,
+    RocketEviction,
+    SnapKV,
+)
 from kvsieve.methods.base import ScoredEvictor, Wrapper
 from kvsieve.planning.roles import ChunkedEvictor, Evictor
 from kvsieve.types import When
@@ -76,7 +88,7 @@ class Observing(Offering):
 
 
 def test_every_wrapper_is_found():
-    assert len(holders()) == 17
+    assert len(holders()) == 18
 
 
 # The budget of others is what they keep; this one's is a limit.
@@ -180,6 +192,12 @@ def test_an_evictor_that_only_looks_like_a_chunked_one_is_none():
 )
 def test_a_view_of_what_needs_passes_of_its_own_is_refused(base):
     with pytest.raises(PlanError, match="needs passes of its own over the prompt, which a view has not"):
+        PerTurn(base=base)
+
+
+@pytest.mark.parametrize("base", [CAKE(), DefensiveKV(across_layers=True)], ids=["cascade", "across layers"])
+def test_a_view_of_what_weighs_layers_is_refused(base):
+    with pytest.raises(PlanError, match=f"PerTurn: {type(base).__name__} weighs layers against each other"):
         PerTurn(base=base)
 
 

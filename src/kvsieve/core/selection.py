@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvsieve.core.checks import refuse
 from kvsieve.lazy import Tensor, torch
-from kvsieve.types import Selection
+from kvsieve.types import Ranks, Selection
 
 
 def top_mask(scores: Tensor, counts: tuple[int, ...] | Tensor) -> Tensor:
@@ -77,6 +77,29 @@ def pack_ragged(mask: Tensor, per_head: Sequence[Sequence[int]] | None = None) -
 def select_top(scores: Tensor, counts: tuple[int, ...]) -> Selection:
     """Keep the ``counts[b]`` best entries of each head of row b of `scores` [B, ..., N]; see `top_mask`."""
     return pack(top_mask(scores, counts), counts)
+
+
+def best_of_layers(
+    layers: Mapping[int, tuple[Tensor, int]], counts: tuple[int, ...], ranks: Ranks
+) -> dict[int, Tensor]:
+    """Mark the best entries of all layers and heads together: bool [B, H, size] by layer, of this rank's own.
+
+    Args:
+        layers: by layer, the scores [B, heads of all ranks, N] with +inf for entries that must stay and -inf for
+            filler, and `size`, the number of this rank's slots, the last of N.
+        counts: entries per layer and head of each row, on average.
+        ranks: the processes that share the heads.
+    """
+    device = next(iter(layers.values()))[0].device
+    every = torch.cat([scores.flatten(1).to(device) for scores, _ in layers.values()], 1)
+    heads = sum(scores.shape[1] for scores, _ in layers.values())
+    total = torch.tensor(counts, device=device) * heads
+    total = total.clamp(min=every.isposinf().sum(-1), max=(~every.isneginf()).sum(-1))
+    masks = top_mask(every, total).split([scores[0].numel() for scores, _ in layers.values()], 1)
+    return {
+        index: mask.view(scores.shape)[:, ranks.own(scores.shape[1]), -size:].to(scores.device)
+        for (index, (scores, size)), mask in zip(layers.items(), masks, strict=True)
+    }
 
 
 def slots_of(mask: Tensor, count: int) -> Tensor:

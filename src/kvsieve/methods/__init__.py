@@ -26,6 +26,8 @@ from kvsieve.methods.criticalkv import CriticalKV as CriticalKV
 from kvsieve.methods.critiprefill import CritiPrefill as CritiPrefill
 from kvsieve.methods.curdkv import CurDKV as CurDKV
 from kvsieve.methods.d2o import D2O as D2O
+from kvsieve.methods.defensivekv import DefensiveKV as DefensiveKV
+from kvsieve.methods.defensivekv import DefensiveScores as DefensiveScores
 from kvsieve.methods.duoattention import DuoAttention as DuoAttention
 from kvsieve.methods.dynamickv import DynamicKV as DynamicKV
 from kvsieve.methods.entropy_chunkkv import EntropyChunkKV as EntropyChunkKV

@@ -88,14 +88,40 @@ class LayerAllocator(Allocator):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadAllocator(Allocator, ragged=True):
-    """An Allocator that divides the budget of all layers among their heads, by shares known in advance."""
+class RaggedAllocator(Allocator, ragged=True):
+    """An Allocator under which heads keep different numbers of entries, of each row in ``ctx.state["heads"]``."""
 
     @property
     def traits(self) -> Traits:
         # As for AdaKV: heads with different entries cannot be compared slot by slot.
         traits = super().traits
         return traits if self.base.traits.heads == "own" else replace(traits, heads=None)
+
+    def select_again(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
+        """Reduce heads to their numbers of entries in ``ctx.state["heads"]``, [B, 1 or H], during decode."""
+        heads = ctx.state.get("heads", torch.tensor(counts)[:, None])
+        stored = ctx.valid if ctx.valid is not None else torch.ones_like(ctx.index, dtype=torch.bool)
+        if bool((stored.sum(-1).cpu() <= heads.cpu()).all()):
+            return None
+        return self.keep_per_head(ctx, counts, heads.cpu())
+
+    def keep_per_head(self, ctx: LayerContext, counts: tuple[int, ...], heads: Tensor) -> Selection:
+        """Keep the best entries by the base's scores, ``heads[b, h]`` in each head, and protected ones.
+
+        heads: int64 [B, 1 or H], on the host, which waits for the device only if there is padding.
+        """
+        scores, _ = apply_protection(ctx, hide_padding(ctx, self.base.scores(ctx)), counts)
+        heads = heads.repeat_interleave(scores.shape[1] // heads.shape[1], 1)
+        if ctx.valid is None and ctx.protected is None and ctx.quotas is None:
+            heads = heads.clamp(max=scores.shape[2])
+            return pack_ragged(top_mask(scores, heads), heads.tolist())
+        heads = torch.maximum(heads.to(scores.device), scores.isposinf().sum(-1))
+        return pack_ragged(top_mask(scores, heads) & ~scores.isneginf())
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadAllocator(RaggedAllocator):
+    """An Allocator that divides the budget of all layers among their heads, by shares known in advance."""
 
     def check_shape(self, layers: int, heads: int) -> None:
         """Raise PlanError unless the shares are those of a model of `layers` layers with `heads` KV heads each."""
@@ -111,7 +137,7 @@ class HeadAllocator(Allocator, ragged=True):
         if skips(self.skip_layers, ctx):
             return None
         if ctx.step.phase == "decode":
-            return self._select_again(ctx, counts)
+            return self.select_again(ctx, counts)
         own = ctx.ranks.own(heads)
         acting = self.acting(ctx)
         rows = []
@@ -128,28 +154,7 @@ class HeadAllocator(Allocator, ragged=True):
         ctx.state["heads"] = budgets
         if all(min(row) >= stored for row, stored in zip(rows, ctx.stored, strict=True)):
             return None
-        return self._keep_per_head(ctx, counts, budgets)
-
-    def _select_again(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
-        """Reduce heads to their numbers of entries in ``ctx.state["heads"]``, [B, 1 or H], during decode."""
-        heads = ctx.state.get("heads", torch.tensor(counts)[:, None])
-        stored = ctx.valid if ctx.valid is not None else torch.ones_like(ctx.index, dtype=torch.bool)
-        if bool((stored.sum(-1).cpu() <= heads.cpu()).all()):
-            return None
-        return self._keep_per_head(ctx, counts, heads.cpu())
-
-    def _keep_per_head(self, ctx: LayerContext, counts: tuple[int, ...], heads: Tensor) -> Selection:
-        """Keep the best entries by the base's scores, ``heads[b, h]`` in each head, and protected ones.
-
-        heads: int64 [B, 1 or H], on the host, which waits for the device only if there is padding.
-        """
-        scores, _ = apply_protection(ctx, hide_padding(ctx, self.base.scores(ctx)), counts)
-        heads = heads.repeat_interleave(scores.shape[1] // heads.shape[1], 1)
-        if ctx.valid is None and ctx.protected is None and ctx.quotas is None:
-            heads = heads.clamp(max=scores.shape[2])
-            return pack_ragged(top_mask(scores, heads), heads.tolist())
-        heads = torch.maximum(heads.to(scores.device), scores.isposinf().sum(-1))
-        return pack_ragged(top_mask(scores, heads) & ~scores.isneginf())
+        return self.keep_per_head(ctx, counts, budgets)
 
 
 @dataclass

@@ -38,6 +38,12 @@ class PerTurn(DelegatingEvictor, heads="own", is_view=True, query_aware=False):
                 f"without every=; got {self.base!r}"
             )
 
+        if self.base.traits.recuts:
+            raise PlanError(
+                f"PerTurn: {type(self.base).__name__} weighs layers against each other, so it has no view; use a base "
+                "such as SnapKV(budget=0.1)"
+            )
+
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | dict[int, Selection] | None:
         chosen = self.base.select(ctx, counts)
         if isinstance(chosen, dict):

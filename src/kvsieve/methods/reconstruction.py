@@ -13,13 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvsieve.core.queries import query_mass
-from kvsieve.core.selection import entries_at, pack_ragged, select_top, top_mask
+from kvsieve.core.selection import best_of_layers, entries_at, pack_ragged, select_top
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import apply_protection, check_int, first_real, hide_padding, parse_layers, skips
 from kvsieve.methods.repeating import side_by_side
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.roles import Branch, ProbePasses, ProbingEvictor, Traits
-from kvsieve.types import LayerContext, Ranks, Selection
+from kvsieve.types import LayerContext, Selection
 
 _STATE = "kvzip"
 
@@ -124,24 +124,7 @@ class ReconstructionEvictor(ProbingEvictor, ragged=True, takes_quotas=True):
         layers: dict[int, tuple[Tensor, int]] = ctx.shared.setdefault(_STATE, {})
         ranking = apply_protection(ctx, hide_padding(ctx, scores), kept)[0]
         layers[ctx.layer_idx] = ctx.ranks.gather(ranking), ranking.shape[2]
-        return self._threshold(layers, counts, ctx.ranks) if closes else None
-
-    def _threshold(
-        self, layers: dict[int, tuple[Tensor, int]], counts: tuple[int, ...], ranks: Ranks
-    ) -> dict[int, Selection]:
-        """Return the best entries of all layers and heads together, by layer.
-
-        layers: per layer the scores [B, H, N] of all heads, and the number of this rank's slots, the last of N.
-        """
-        device = next(iter(layers.values()))[0].device
-        every = torch.cat([scores.flatten(1).to(device) for scores, _ in layers.values()], 1)
-        heads = sum(scores.shape[1] for scores, _ in layers.values())
-        total = torch.tensor(counts, device=device) * heads
-        total = total.clamp(min=every.isposinf().sum(-1), max=(~every.isneginf()).sum(-1))
-        masks = top_mask(every, total).split([scores[0].numel() for scores, _ in layers.values()], 1)
-        chosen = {}
-        for (index, (scores, size)), mask in zip(layers.items(), masks, strict=True):
-            own = mask.view(scores.shape)[:, ranks.own(scores.shape[1]), -size:]
-            if not bool(own.all()):
-                chosen[index] = pack_ragged(own.to(scores.device))
-        return chosen
+        if not closes:
+            return None
+        masks = best_of_layers(layers, counts, ctx.ranks)
+        return {index: pack_ragged(mask) for index, mask in masks.items() if not bool(mask.all())}
