@@ -11,6 +11,7 @@ import pytest
 
 import kvsieve
 from kvsieve import methods
+from kvsieve.cli.specs import chosen_spec, compared_specs
 from kvsieve.errors import PlanError
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.parameters import MOST, Checked, check_kinds
@@ -100,6 +101,33 @@ def test_fields_that_are_read_from_text_stay_so():
         assert copied == made
     with pytest.raises(PlanError, match="kernel"):
         dataclasses.replace(made, kernel="x")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: kvsieve.plan("snapkv:kernel=7:kernel=9"),
+        lambda: kvsieve.plan("fastkv:tsp-rate=0.2;tsp_rate=0.3"),
+        lambda: kvsieve.plan("snapkv", codec="kivi:bits=4:bits=2"),
+        lambda: kvsieve.plan("snapkv", merge="mean:sinks=1:sinks=2"),
+        lambda: compared_specs("full,snapkv:kernel=7:kernel=9", None),
+        lambda: chosen_spec("snapkv", None, ["kernel=7", "kernel=9"]),
+    ],
+)
+def test_a_parameter_that_is_given_twice_is_refused(make):
+    with pytest.raises(PlanError, match=r"(kernel|tsp_rate|bits|sinks) is given twice, as .*; leave one out"):
+        make()
+
+
+@pytest.mark.parametrize("method", [name for name in kvsieve.list_methods() if "newest" in method_info(name).parameters])
+def test_newest_false_is_honoured_or_refused(method):
+    if isinstance(method_info(method).parameters["newest"], bool):
+        try:
+            plan = kvsieve.plan(method, newest=False)
+        except PlanError as error:
+            assert method in ("clusterkv", "infllm") and "newest=False would do nothing; leave it out" in str(error)
+        else:
+            assert plan.read.newest is False and method not in ("clusterkv", "infllm")
 
 
 def test_what_a_method_cannot_do_without_is_asked_for():

@@ -22,6 +22,7 @@ from typing import Any
 from kvsieve.core.clusters import KeyClusters
 from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
 from kvsieve.core.scoring import score_dtype
+from kvsieve.errors import PlanError
 from kvsieve.lazy import torch
 from kvsieve.methods.base import check_int
 from kvsieve.methods.readers import BudgetReader, Setting
@@ -66,6 +67,11 @@ class ClusterKV(BudgetReader):
         check_int(self, "sinks", self.sinks, 0)
         for name in ("per_cluster", "chunk_length", "iterations"):
             check_int(self, name, vars(self)[name], 1)
+        if not self.newest:
+            raise PlanError(
+                "ClusterKV: entries that are in no cluster yet are always read, so newest=False would do nothing; leave "
+                "it out"
+            )
 
     def parameters(self, tokens: int, facts: ReadFacts) -> ClusterSetting:
         sinks = min(self.sinks, tokens // 4)

@@ -73,6 +73,8 @@ class InfLLM(BudgetReader, heads="all"):
             check_int(self, "local", self.local, 1)
         if self.sparse_questions:
             raise PlanError("InfLLM: sparse_questions is not supported: tokens of a question are scored together")
+        if not self.newest:
+            raise PlanError("InfLLM: the window is always read, so newest=False would do nothing; leave it out")
 
     @property
     def shares_heads(self) -> bool:

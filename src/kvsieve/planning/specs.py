@@ -35,7 +35,10 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
         name, equals, value = pair.partition("=")
         if not equals or not name.strip():
             raise PlanError(f"a parameter is written name=value, e.g. tsp_rate=0.2, got {pair!r}")
-        parameters[name.strip().replace("-", "_")] = _value(value.strip())
+        name = name.strip().replace("-", "_")
+        if name in parameters:
+            raise PlanError(f"{name} is given twice, as {name}={parameters[name]} and {pair.strip()}; leave one out")
+        parameters[name] = _value(value.strip())
     return parameters
 
 
