@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -330,14 +331,24 @@ def test_layers_can_be_left_out(model, batch):
     for layers in ("0/-1", [0, -1]):
         plan = kvsieve.plan("snapkv", skip_layers=layers)
         assert plan.evict.skip_layers == (0, -1) and kvsieve.Plan.from_dict(plan.to_dict()) == plan
-    for layers, named in ((5, "5"), ((0, 4), r"\(0, 4\)"), ((-5,), r"\(-5,\)")):
-        for name in ("snapkv", "lagkv"):
-            with pytest.raises(PlanError, match=rf"skip_layers={named} lies outside the model, which has 4 layers"):
-                with kvsieve.attach(model, kvsieve.plan(name, skip_layers=layers)):
-                    pass
     for layers in (-1, 1.5, True, "a", (1, "b")):
         with pytest.raises(PlanError, match="skip_layers must be"):
             kvsieve.plan("h2o", skip_layers=layers)
+
+
+@pytest.mark.parametrize(
+    ("option", "layers"), [("skip_layers", 5), ("skip_layers", (0, 4)), ("skip_layers", (-5,)), ("share", (0, 4))], ids=str
+)
+def test_layers_outside_the_model_are_refused_by_every_method(model, option, layers):
+    """Readers and sparse prefill had read densely in silence."""
+    infos = [kvsieve.method_info(name) for name in kvsieve.list_methods()]
+    names = [info.name for info in infos if option in info.parameters and (option != "share" or "read" in info.roles)]
+    assert {"skip_layers": {"snapkv", "quest", "xattention", "compactattention"}, "share": {"quest"}}[option] <= {*names}
+    match = f"{option}={re.escape(str(layers))} lies outside the model, which has 4 layers"
+    for name in names:
+        plan = plan_of(name, model, **{option: layers})
+        with pytest.raises(PlanError, match=match), kvsieve.attach(model, plan):
+            pass
 
 
 QUESTION = 12

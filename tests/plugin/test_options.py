@@ -58,6 +58,12 @@ def test_options_that_cannot_be_read_are_refused(given, told):
         EngineOptions.given({"kvsieve": given})
 
 
+@pytest.mark.parametrize("option", ["skip_layers=0/4", "skip_layers=5"])
+def test_layers_outside_the_model_are_refused(option):
+    with pytest.raises(PlanError, match="lies outside the model, which has 4 layers"):
+        check_engine(options(f"quest:budget=256:{option}"), FACTS)
+
+
 @pytest.mark.parametrize(
     "text",
     [

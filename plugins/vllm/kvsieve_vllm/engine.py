@@ -86,6 +86,8 @@ def check_engine(options: EngineOptions, facts: EngineFacts) -> None:
             f"kvsieve's plan {plan.name} does not go with this engine: {'; '.join(found)}. Leave the plan or the "
             "option out; docs/vllm.md tells what goes together"
         )
+    for role in plan.roles:
+        vars(plan)[role].check(facts.num_layers)
     # Any number of channels does: it decides nothing that is checked.
     reading = PageReading.of(options, facts.block_size, 64, facts.num_layers)
     if reading is not None:

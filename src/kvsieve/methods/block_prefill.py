@@ -8,7 +8,7 @@ from kvsieve.core.blocks import PromptContext
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor
 from kvsieve.methods.base import check_int, parse_layers, skipped
-from kvsieve.planning.roles import Layers, SparsePrefill
+from kvsieve.planning.roles import Layers, SparsePrefill, check_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,9 @@ class BlockPrefill(SparsePrefill):
                 f"{type(self).__name__}: queries must be a multiple of block, got {self.queries} queries and "
                 f"{self.block} keys of a block"
             )
+
+    def check(self, num_layers: int) -> None:
+        check_layers(self, "skip_layers", self.skip_layers, num_layers)
 
     def acts_in(self, layer_idx: int, num_layers: int) -> bool:
         return not skipped(self.skip_layers, layer_idx, num_layers)

@@ -63,6 +63,9 @@ class CompactAttention(SparsePrefill, heads="own"):
     def shared(self) -> int:
         return self.chunk_length // self.base.queries
 
+    def check(self, num_layers: int) -> None:
+        self.base.check(num_layers)
+
     def acts_in(self, layer_idx: int, num_layers: int) -> bool:
         return self.base.acts_in(layer_idx, num_layers)
 

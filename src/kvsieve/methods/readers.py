@@ -10,7 +10,7 @@ from kvsieve.core.kv_rows import ReadFacts
 from kvsieve.errors import PlanError, short
 from kvsieve.methods.base import parse_layers, skipped
 from kvsieve.planning.budget import Budget
-from kvsieve.planning.roles import Layers, PageBudget, Reader
+from kvsieve.planning.roles import Layers, PageBudget, Reader, check_layers
 
 LEAST = 16
 
@@ -57,6 +57,11 @@ class BudgetReader(Reader):
         object.__setattr__(self, "skip_layers", parse_layers(self, self.skip_layers))
         self.budget.refuse_fewer(LEAST, type(self).__name__, "in each step")
         object.__setattr__(self, "share", parse_share(self, self.share))
+
+    def check(self, num_layers: int) -> None:
+        check_layers(self, "skip_layers", self.skip_layers, num_layers)
+        if isinstance(self.share, tuple):
+            check_layers(self, "share", self.share, num_layers)
 
     @property
     def shares(self) -> bool:

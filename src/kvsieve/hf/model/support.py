@@ -173,8 +173,8 @@ def check_model(model: Any, plan: Plan) -> None:
         others = ", ".join(methods_for(model))
         way_out = f"Methods that run on it: {others}." if others else "`kvsieve models` lists what is supported."
         raise UnsupportedModelError(f"{type(model).__name__} cannot run {plan.name!r}: {reason}. {way_out}")
-    if plan.evict is not None:
-        plan.evict.check(text_config(model).num_hidden_layers)
+    for role in plan.roles:
+        vars(plan)[role].check(text_config(model).num_hidden_layers)
     found = Fingerprint.of(model) if plan.profile is not None else None
     if found is not None and plan.profile is not None and found != plan.profile:
         raise PlanError(

@@ -73,8 +73,9 @@ def estimate(
         from kvsieve.hf.model.support import check_model
 
         check_model(geometry.model, plan)
-    elif plan.evict is not None:
-        plan.evict.check(len(geometry.layers))
+    else:
+        for role in plan.roles:
+            vars(plan)[role].check(len(geometry.layers))
     sizes = weight_sizes(geometry, element_bytes) if weights is None else weights
     layers = geometry.layers
     seen = _tokens_per_layer(plan, geometry, tokens)

@@ -4,7 +4,7 @@ A role is a frozen dataclass that derives from one of these base classes: the ob
 conversation is stored in its cache and passed to the role in every call.
 """
 
-from kvsieve.planning.roles.base import HeadScope, Role, Traits, role_class, role_name
+from kvsieve.planning.roles.base import HeadScope, Role, Traits, check_layers, role_class, role_name
 from kvsieve.planning.roles.codec import Codec
 from kvsieve.planning.roles.delegate import DelegatingEvictor
 from kvsieve.planning.roles.drafting import DraftPropagator, Loaded, draft_of
@@ -40,6 +40,7 @@ __all__ = [
     "Traits",
     "budgets_of",
     "byte_budgets",
+    "check_layers",
     "check_together",
     "draft_of",
     "floor_of",

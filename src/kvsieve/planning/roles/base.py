@@ -9,6 +9,7 @@ from abc import ABC
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from kvsieve.errors import PlanError
 from kvsieve.planning.parameters import Checked
 
 HeadScope = Literal["own", "all"]
@@ -70,6 +71,9 @@ class Role(Checked, ABC):
         """The Traits of this object: those of its class, unless its parameters change them."""
         return self.TRAITS
 
+    def check(self, num_layers: int) -> None:
+        """Raise PlanError for a model of `num_layers` decoder layers that it does not support."""
+
     def __init_subclass__(cls, **traits: Any) -> None:
         super().__init_subclass__()
         unknown = traits.keys() - _TRAITS
@@ -79,6 +83,19 @@ class Role(Checked, ABC):
         _check_contract(cls)
         if not cls.__name__.startswith("_") and "<locals>" not in cls.__qualname__:
             _CLASSES[role_name(cls)] = cls
+
+
+def check_layers(owner: object, name: str, layers: int | tuple[int, ...], num_layers: int) -> None:
+    """Raise PlanError unless `layers`, a number of first ones or which, are in a model of `num_layers` layers.
+
+    name: the parameter's. Negative layers count from the last.
+    """
+    bad = [layer for layer in layers if not -num_layers <= layer < num_layers] if isinstance(layers, tuple) else []
+    if bad or (isinstance(layers, int) and layers > num_layers):
+        raise PlanError(
+            f"{type(owner).__name__}: {name}={layers} lies outside the model, which has {num_layers} layers"
+            + (f": layers are {-num_layers}..{num_layers - 1}" if bad else "")
+        )
 
 
 def role_name(kind: type) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Self
 
-from kvsieve.errors import PlanError
-from kvsieve.planning.roles.base import Role
+from kvsieve.planning.roles.base import Role, check_layers
 from kvsieve.types import END_OF_PROMPT, LayerContext, Selection, When
 
 if TYPE_CHECKING:
@@ -96,14 +95,8 @@ class Evictor(Role):
         return self
 
     def check(self, num_layers: int) -> None:
-        """Raise PlanError for a model of `num_layers` decoder layers that it does not support."""
-        layers = self.skip_layers
-        bad = [layer for layer in layers if not -num_layers <= layer < num_layers] if isinstance(layers, tuple) else []
-        if bad or (isinstance(layers, int) and layers > num_layers):
-            raise PlanError(
-                f"{type(self).__name__}: skip_layers={layers} lies outside the model, which has {num_layers} layers"
-                + (f": layers are {-num_layers}..{num_layers - 1}" if bad else "")
-            )
+        super().check(num_layers)
+        check_layers(self, "skip_layers", self.skip_layers, num_layers)
 
     def requested(self, length: int, new_tokens: int = 0) -> int:
         """Return the entries in the budget for a prompt of `length` tokens and `new_tokens` expected after it."""
