@@ -119,6 +119,13 @@ def test_a_parameter_that_is_given_twice_is_refused(make):
         make()
 
 
+def test_codecs_and_prefills_as_text_take_what_plans_of_them_take():
+    for text in ("compactattention:paper=true", "compactattention:paper=false:block=64"):
+        assert kvsieve.plan("snapkv", prefill=text).prefill == kvsieve.plan(text).prefill
+    with pytest.raises(PlanError, match="xattention has no parameter 'codec'"):
+        kvsieve.plan("snapkv", prefill="xattention:codec=int8")
+
+
 @pytest.mark.parametrize("method", [name for name in kvsieve.list_methods() if "newest" in method_info(name).parameters])
 def test_newest_false_is_honoured_or_refused(method):
     if isinstance(method_info(method).parameters["newest"], bool):

@@ -224,5 +224,6 @@ def _alone(role: str, value: Any, example: str) -> Plan:
     if info.roles != (role,):
         known = [method for method in list_methods() if method_info(method).roles == (role,)]
         raise role_error(info.name, role, known)
+    # Those of the method alone: a codec in the text of a codec would be lost.
     check_parameters(info, settings)
-    return info.make(**settings)
+    return plan(info.name, **settings)
