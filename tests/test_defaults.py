@@ -130,9 +130,19 @@ def test_the_shipped_profile_of_a_model_is_found():
     assert plan == explicit and plan.profile == DEMO and explicit.unset is None
     assert plan.propagate.layer == 21 and "from the shipped profile smollm2-135m-instruct" in str(plan.filled)
     assert kvsieve.plan("duoattention").for_model(DEMO).evict.heads == load_profile("smollm2-135m-instruct").heads
-    for wrapper in ("chunkkv", "criticalkv", "zigzagkv", "perturn"):
-        base = kvsieve.plan(wrapper, skip_layers=(0, -1)).for_model(DEMO).evict.base
-        assert (base.window, base.kernel, base.skip_layers) == (16, 21, (0, -1))
+    wrappers = [info for info in map(kvsieve.method_info, kvsieve.list_methods()) if info.parameters.get("base")]
+    assert {"chunkkv", "rerotation", "perturn", "scope"} < {info.name for info in wrappers}
+    for info in wrappers:
+        if info.roles == ("evict",):
+            skipped = {"skip_layers": (0, -1)} if "skip_layers" in info.parameters else {}
+            plan = kvsieve.plan(info.name, **{**info.example, "base": "snapkv"}, **skipped)
+            base = plan.for_model(DEMO).evict.base
+            assert (base.window, base.kernel) == (16, 21) and base.skip_layers == skipped.get("skip_layers", 0), (
+                info.name
+            )
+            assert "base.kernel" in plan.for_model(DEMO).filled.values, info.name
+            papers = kvsieve.plan(info.name, **{**info.example, "base": "snapkv"}, paper=True).evict.base
+            assert (papers.window, papers.pooling) == (32, "max"), info.name
     assert kvsieve.plan("chunkkv", base="qfilters").for_model(DEMO).evict.base.filters
     assert kvsieve.plan("chunkkv", base="knorm", budget=9).for_model(DEMO).filled is None
 

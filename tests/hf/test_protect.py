@@ -337,13 +337,17 @@ def test_layers_can_be_left_out(model, batch):
 
 
 @pytest.mark.parametrize(
-    ("option", "layers"), [("skip_layers", 5), ("skip_layers", (0, 4)), ("skip_layers", (-5,)), ("share", (0, 4))], ids=str
+    ("option", "layers"),
+    [("skip_layers", 5), ("skip_layers", (0, 4)), ("skip_layers", (-5,)), ("share", (0, 4))],
+    ids=str,
 )
 def test_layers_outside_the_model_are_refused_by_every_method(model, option, layers):
     """Readers and sparse prefill had read densely in silence."""
     infos = [kvsieve.method_info(name) for name in kvsieve.list_methods()]
     names = [info.name for info in infos if option in info.parameters and (option != "share" or "read" in info.roles)]
-    assert {"skip_layers": {"snapkv", "quest", "xattention", "compactattention"}, "share": {"quest"}}[option] <= {*names}
+    assert {"skip_layers": {"snapkv", "quest", "xattention", "compactattention"}, "share": {"quest"}}[option] <= {
+        *names
+    }
     match = f"{option}={re.escape(str(layers))} lies outside the model, which has 4 layers"
     for name in names:
         plan = plan_of(name, model, **{option: layers})

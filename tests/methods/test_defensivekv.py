@@ -88,7 +88,9 @@ def slow(query, keys, values, weight, scale, evictor):
     return scores, sizes
 
 
-@pytest.mark.parametrize(("groups", "budget", "mass"), [(1, "60%", 0.4), (3, "60%", 0.4), (2, "30%", 0.9), (2, 20, 0.0)])
+@pytest.mark.parametrize(
+    ("groups", "budget", "mass"), [(1, "60%", 0.8), (3, "60%", 0.6), (2, "30%", 0.9), (2, 20, 0.0)]
+)
 def test_equals_the_slow_definition_in_padded_batches(groups, budget, mass):
     made = torch.Generator().manual_seed(groups)
     query, keys = (2 * torch.randn(2, heads, 40, 6, dtype=F64, generator=made) for heads in (2 * groups, 2))
@@ -159,7 +161,12 @@ def test_on_a_model(across):
     assert sum(map(sum, sizes)) == 20 * heads * len(sizes) and any(len(set(one)) > 1 for one in sizes)
     assert all(sum(one) == 20 * heads for one in sizes) != across
     after = [list(map(len, one)) for one in columns(answer.cache)]
-    assert all(0 <= late - early < 4 for one, two in zip(sizes, after, strict=True) for early, late in zip(one, two))
+    grown = [
+        late - early
+        for before, later in zip(sizes, after, strict=True)
+        for early, late in zip(before, later, strict=True)
+    ]
+    assert set(grown) <= {0, 1, 2, 3}
 
 
 def test_wrong_parameters_are_refused():

@@ -141,7 +141,8 @@ def test_decode_stays_within_the_groups_budgets():
 def test_padded_rows_and_chunks_equal_rows_alone(stages):
     model = tiny_model()
     ids, mask = padded_prompt(50, 9)
-    plan = kvsieve.plan("uncomp", budget="40%", profile=profile(model), stages=stages, rate=0.5, floor=0, **SNAPPED)
+    given = {} if stages is None else {"stages": stages, "rate": 0.5}
+    plan = kvsieve.plan("uncomp", budget="40%", profile=profile(model), floor=0, **given, **SNAPPED)
     with kvsieve.attach(model, plan) as sieve:
         together = sieve.prefill(ids, mask)
         alone = sieve.prefill(ids[1:, 9:])
@@ -260,6 +261,7 @@ def test_calibration_measures_the_means_of_prompts(tmp_path):
         (lambda: stages((0, 2)), "got .0, 2."),
         (lambda: kvsieve.plan("uncomp", stages=5), "stages must be"),
         (lambda: stages(rate="1GiB"), "rate cannot be given in bytes"),
+        (lambda: kvsieve.plan("uncomp", rate="30%"), "give stages=.auto. as well"),
         (lambda: stages(rate=4), "at least 8 are needed .the window of 8."),
         (lambda: stages(window=0), "window must be a whole number of at least 1"),
         (lambda: stages((2, 4)).source(4), "begins at layer 4, and the model has 4 layers: .* layers 1..3"),

@@ -61,7 +61,7 @@ class AdaptiveTSP(Propagator, heads="all", query_aware=True):
     rule: Rule = "asl"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rate", Budget.parse(self.rate))
+        object.__setattr__(self, "rate", Budget.parse(self.rate, "rate"))
         if self.rule == "gemfilter" and not self.two_pass:
             raise PlanError("AdaptiveTSP: rule='gemfilter' chooses what is read again, so it needs two_pass=True")
         if not self.tau >= 0:

@@ -14,6 +14,7 @@ from kvsieve.planning.answers import parse_answer, refuse_answer
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.named import plan_without_floor
 from kvsieve.planning.parameters import MOST
+from kvsieve.planning.plans import Plan
 from kvsieve.planning.roles import DelegatingEvictor, Evictor, Layers, Traits
 from kvsieve.types import LayerContext, ModelFacts, Selection, When
 
@@ -140,10 +141,18 @@ def scored_by_name(
     owner: str, name: str, budget: Any, skip_layers: int | tuple[int, ...] | str, every: int | None
 ) -> ScoredEvictor:
     """Return the named method's evictor with defaults, for a wrapper's `base`. Raises PlanError for another kind."""
-    plan = plan_without_floor(name, budget=budget)
+    plan = plan_of_base(owner, name, budget=budget)
     if plan.roles != ("evict",) or not isinstance(plan.evict, ScoredEvictor):
         raise PlanError(f"{owner}: base must name a method that ranks entries by scores, e.g. snapkv; got {name!r}")
     return replace(plan.evict, skip_layers=parse_layers(plan.evict, skip_layers), every=every)
+
+
+def plan_of_base(owner: str, name: str, **parameters: Any) -> Plan:
+    """Return the plan of a method that `owner` takes as `base`. Raises PlanError, which names it."""
+    try:
+        return plan_without_floor(name, **parameters)
+    except PlanError as error:
+        raise PlanError(f"{owner}: base={short(name)}: {error}") from error
 
 
 def apply_protection(

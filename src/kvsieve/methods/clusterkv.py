@@ -69,8 +69,7 @@ class ClusterKV(BudgetReader):
             check_int(self, name, vars(self)[name], 1)
         if not self.newest:
             raise PlanError(
-                "ClusterKV: entries that are in no cluster yet are always read, so newest=False would do nothing; leave "
-                "it out"
+                "ClusterKV: entries in no cluster yet are always read, so newest=False would do nothing; leave it out"
             )
 
     def parameters(self, tokens: int, facts: ReadFacts) -> ClusterSetting:

@@ -16,9 +16,8 @@ from kvsieve.core.blocks import PromptContext
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.lazy import functional as F
-from kvsieve.methods.base import check_int
+from kvsieve.methods.base import check_int, plan_of_base
 from kvsieve.methods.block_prefill import BlockPrefill
-from kvsieve.planning.named import plan_without_floor
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.registry import register_method
 from kvsieve.planning.roles import SparsePrefill
@@ -105,7 +104,7 @@ def compact_attention(
 ) -> Plan:
     """Prefill attends to one table of blocks per chunk and KV head, the union of another method's choices."""
     names = {"block": block, "queries": queries, "least": least, "local": local, "full": full}
-    plan = plan_without_floor(base, **names, skip_layers=skip_layers)
+    plan = plan_of_base("compactattention", base, **names, skip_layers=skip_layers)
     if not isinstance(plan.prefill, BlockPrefill) or plan.roles != ("prefill",):
         raise PlanError(
             f"compactattention: base must name a sparse prefill method such as flashprefill or xattention, got {base!r}"

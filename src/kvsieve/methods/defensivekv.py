@@ -14,8 +14,8 @@ layer is prefilled.
 
 Differences from the reference (the public code, FFY0/DefensiveKV): scores stay float32; the window's own entries always
 stay, there they have the layer's largest score; ties go to the lower layer, head and slot; a layer's total is the
-budget times its heads. On a later turn, where heads store different tokens, w is divided by its mean over the heads that
-store the token, times all heads; the reference evicts once.
+budget times its heads. On a later turn heads store different tokens, and w is divided by the mean over those that store
+the token, times all heads; the reference evicts once.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class DefensiveScores(SnapKV, needs=("output_weight",), query_aware=True):
     def _first_stage(self, ctx: LayerContext, mean: Tensor, target: Tensor) -> Tensor:
         """Mark each head's best entries with less than `target` [B] of its attention together, bool [B, heads, M]."""
         sums = mean.sum(-1, keepdim=True).clamp_min(torch.finfo(mean.dtype).tiny)
-        share, order = (mean / sums).sort(-1, descending=True, stable=True)
+        share, order = (mean / sums).sort(dim=-1, descending=True, stable=True)
         # Before the division, a row's share of the budget without the window.
         rooms = [
             self.budget.entries(length, self.minimum) * max(length - self.window, 0) // max(length, 1) - self.window
@@ -179,7 +179,7 @@ class DefensiveKV(RaggedAllocator, query_aware=True):
 @register_method("defensivekv", title="DefensiveKV", paper="arXiv 2510.13334", phase="end of prompt", query_aware=True)
 @dataclass(frozen=True, kw_only=True)
 class DefensiveKVParameters(Parameters):
-    """Keep the entries with the largest attention of any last query, weighted by value norms, across heads or layers."""
+    """Keep the entries with the largest attention of any last query, weighted by value norm; heads share a budget."""
 
     budget: Budget | str | int | float = "20%"
     across_layers: bool = False

@@ -50,7 +50,7 @@ class TSP(Propagator, heads="all", query_aware=True):
     pooling: Pool = "max"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rate", Budget.parse(self.rate))
+        object.__setattr__(self, "rate", Budget.parse(self.rate, "rate"))
         self.rate.refuse_bytes("TSP", "tsp_rate", "it counts tokens that go on to deeper layers, not what is stored")
         if self.layer is not None:
             check_int(self, "layer", self.layer, 0)
@@ -120,6 +120,8 @@ def fastkv(
 ) -> Plan:
     """Propagate only the most attended tokens beyond one layer, and evict by SnapKV."""
     return Plan(
-        propagate=TSP(rate=Budget.parse(tsp_rate), layer=tsp_layer, window=window, kernel=kernel, pooling=pooling),
+        propagate=TSP(
+            rate=Budget.parse(tsp_rate, "tsp_rate"), layer=tsp_layer, window=window, kernel=kernel, pooling=pooling
+        ),
         evict=SnapKV(budget=Budget.parse(budget), window=window, kernel=kernel, pooling=pooling),
     )

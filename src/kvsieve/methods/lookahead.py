@@ -48,7 +48,7 @@ class Lookahead(SnapKV, ProbingEvictor, heads="own", query_aware=True):
     def __post_init__(self) -> None:
         check_int(self, "lookahead", self.lookahead, 1, most=1024)
         if self.draft is not None:
-            object.__setattr__(self, "draft", Budget.parse(self.draft))
+            object.__setattr__(self, "draft", Budget.parse(self.draft, "draft"))
             self.draft.refuse_bytes("Lookahead", "draft", "it is dropped again before the answer")
         super().__post_init__()
         if self.every is not None:

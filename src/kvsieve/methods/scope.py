@@ -21,9 +21,8 @@ from kvsieve.core.scoring import group_mean, mass_of
 from kvsieve.core.selection import pack_ragged, top_mask
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
-from kvsieve.methods.base import apply_protection, check_int, hide_padding, last_real, skips
+from kvsieve.methods.base import apply_protection, check_int, hide_padding, last_real, plan_of_base, skips
 from kvsieve.planning.budget import Budget
-from kvsieve.planning.named import plan_without_floor
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.registry import register_method
 from kvsieve.planning.roles import DelegatingEvictor, Evictor
@@ -53,7 +52,7 @@ class Scope(DelegatingEvictor, heads="own", query_aware=True):
             )
         check_int(self, "recent", self.recent, 1)
         check_int(self, "interval", self.interval, 1)
-        object.__setattr__(self, "answer", Budget.parse(self.answer))
+        object.__setattr__(self, "answer", Budget.parse(self.answer, "answer"))
         self.answer.refuse_bytes("Scope", "answer", "an answer's length is not known in advance")
         self.answer.refuse_fewer(self.recent + 1, "Scope", f"{self.recent} recent ones and one more", "answer")
 
@@ -105,9 +104,15 @@ def scope(
     interval: int = 15,
 ) -> Plan:
     """Compress the prompt once by another method, `base`, and bound the answer by a budget of its own."""
-    plan = plan_without_floor(base, budget=budget)
+    plan = plan_of_base("scope", base, budget=budget)
     if plan.roles != ("evict",) or plan.evict is None:
         raise PlanError(f"scope: base must name a method that only evicts, e.g. snapkv; got {base!r}")
     return Plan(
-        evict=Scope(base=plan.evict, answer=Budget.parse(answer), recent=recent, strategy=strategy, interval=interval)
+        evict=Scope(
+            base=plan.evict,
+            answer=Budget.parse(answer, "answer"),
+            recent=recent,
+            strategy=strategy,
+            interval=interval,
+        )
     )

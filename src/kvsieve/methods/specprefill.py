@@ -54,7 +54,7 @@ class SpecPrefill(DraftPropagator, heads="all", query_aware=True):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft", draft_of(self.draft))
-        object.__setattr__(self, "keep", Budget.parse(self.keep))
+        object.__setattr__(self, "keep", Budget.parse(self.keep, "keep"))
         self.keep.refuse_bytes("SpecPrefill", "keep", "it counts tokens that are read, not what is stored")
         check_int(self, "lookahead", self.lookahead, 1, most=1024)
         check_int(self, "smooth", self.smooth, 1, most=WIDEST, odd=True)

@@ -38,7 +38,7 @@ class StagedTSP(CrossLayerTSP, heads="all", query_aware=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "early_rate", Budget.parse(self.early_rate))
+        object.__setattr__(self, "early_rate", Budget.parse(self.early_rate, "early_rate"))
         self.early_rate.refuse_bytes("StagedTSP", "early_rate", "it counts tokens that go on to deeper layers")
         if self.early is not None:
             check_int(self, "early", self.early, 0)

@@ -110,7 +110,7 @@ class UNCompStages(Propagator, heads="all", query_aware=True):
     window: int = 8
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rate", Budget.parse(self.rate))
+        object.__setattr__(self, "rate", Budget.parse(self.rate, "rate"))
         self.rate.refuse_bytes("UNCompStages", "rate", "it counts tokens that deeper layers compute")
         check_int(self, "window", self.window, 1)
         self.rate.refuse_fewer(self.window, "UNCompStages", f"the window of {self.window}", "rate")
@@ -194,6 +194,11 @@ class UNCompParameters(Parameters):
 
     def plan(self) -> Plan:
         heads, model = array_of("entropies", "uncomp", self.profile)
+        if self.stages is None and Budget.parse(self.rate, "rate").ratio != type(self).rate:
+            raise PlanError(
+                f"uncomp: rate={self.rate} is of the tokens that the last of stages= computes; give stages='auto' as "
+                "well, or leave rate= out"
+            )
         stages = None if self.stages is None else self.role(UNCompStages)
         evict = self.role(UNComp, base=self.role(GroupedSnapKV), heads=heads)
         return Plan(propagate=stages, evict=evict, profile=model)

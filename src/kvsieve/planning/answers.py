@@ -40,7 +40,7 @@ def parse_answer(
                 f"nothing of {budget} of itself; give a number of entries as budget=, or grows=True"
             )
         return REMAINING
-    parsed = Budget.parse(answer)
+    parsed = Budget.parse(answer, "answer")
     parsed.refuse_bytes(name, "answer", "an answer's length is not known in advance")
     parsed.refuse_fewer(evictor.minimum, name, why, "answer")
     if evictor.grows:

@@ -78,16 +78,26 @@ class Budget:
             )
 
     @classmethod
-    def parse(cls, value: Budget | str | int | float) -> Budget:
+    def parse(cls, value: Budget | str | int | float, name: str = "budget") -> Budget:
         """Parse a budget.
 
         Args:
             value: ``"20%"`` or ``0.2`` (ratio), ``"2048"``, ``2048`` or ``"2k"`` (tokens), ``"512MiB"`` (bytes), a
                 Budget, or its `str`.
+            name: the parameter's, for messages.
 
         Raises:
             PlanError: the value is none of them.
         """
+        try:
+            return cls._parsed(value)
+        except PlanError as error:
+            if name == "budget":
+                raise
+            raise PlanError(f"{name}: {error}") from None
+
+    @classmethod
+    def _parsed(cls, value: Budget | str | int | float) -> Budget:
         if isinstance(value, Budget):
             return value
         if isinstance(value, str):

@@ -12,7 +12,7 @@ from kvsieve.planning import budget as budgets
 from kvsieve.planning.budget import Budget, has_floor, without_floor
 from kvsieve.planning.plans import ROLES, Plan
 from kvsieve.planning.registry import MethodInfo, check_parameters, list_methods, method_info
-from kvsieve.planning.roles import Codec, DelegatingEvictor, Evictor, SparsePrefill, budgets_of
+from kvsieve.planning.roles import Codec, Evictor, SparsePrefill, base_of, budgets_of
 from kvsieve.planning.settled import as_in_paper, plan_of, with_merge
 from kvsieve.planning.specs import split_specs
 from kvsieve.planning.suggestions import role_error
@@ -90,10 +90,11 @@ def _as_in_paper(info: MethodInfo, arguments: Mapping[str, Any]) -> Plan:
     values = as_in_paper(info, arguments)
     inner = {name.removeprefix("base."): value for name, value in values.items() if name.startswith("base.")}
     result = plan_of(info, {**{name: value for name, value in values.items() if "." not in name}, **arguments})
-    if not inner or not isinstance(result.evict, DelegatingEvictor):
+    base = base_of(result.evict)
+    if not inner or result.evict is None or base is None:
         return result
-    ranking: Evictor = dataclasses.replace(result.evict.base, **inner)  # type: ignore[type-var]
-    return dataclasses.replace(result, evict=dataclasses.replace(result.evict, base=ranking))
+    ranking: Evictor = dataclasses.replace(base, **inner)  # type: ignore[type-var]
+    return dataclasses.replace(result, evict=dataclasses.replace(result.evict, base=ranking))  # type: ignore[type-var]
 
 
 def _split(method: str, parameters: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -22,7 +22,7 @@ from kvsieve.planning.registry import (
     method_of,
     shared_options,
 )
-from kvsieve.planning.roles import Codec, DelegatingEvictor, Evictor, Role, SparsePrefill, with_floor
+from kvsieve.planning.roles import Codec, Evictor, Role, SparsePrefill, base_of, with_floor
 from kvsieve.planning.unset import SettledParameters
 
 _DERIVED = "the model's depth and tokenizer"
@@ -192,12 +192,13 @@ def _on_model(info: MethodInfo, arguments: Mapping[str, Any], model: Fingerprint
     if derived:
         parts.append((_DERIVED, derived))
     base = {**info.parameters, **arguments}.get("base")
-    if isinstance(base, str) and method_info(base).adapts and isinstance(plan.evict, DelegatingEvictor):
-        own = plan.evict.base
+    own = base_of(plan.evict)
+    if isinstance(base, str) and method_info(base).adapts and plan.evict is not None and own is not None:
         inner = _on_model(method_info(base), {"budget": own.budget}, model, digits)
         assert inner.evict is not None
         ranking: Evictor = dataclasses.replace(inner.evict, **shared_options(own))  # type: ignore[type-var]
-        plan = dataclasses.replace(plan, evict=dataclasses.replace(plan.evict, base=ranking), profile=inner.profile)
+        evict: Evictor = dataclasses.replace(plan.evict, base=ranking)  # type: ignore[type-var]
+        plan = dataclasses.replace(plan, evict=evict, profile=inner.profile)
         found = inner.filled.parts if inner.filled is not None else ()
         parts += [(source, {f"base.{name}": value for name, value in values.items()}) for source, values in found]
     return dataclasses.replace(plan, filled=SettledParameters(tuple(parts)) if parts else None)

@@ -72,6 +72,6 @@ class Options:
         if self.max_layer is not None and self.max_layer < 0:
             raise PlanError(f"max_layer must be a layer's index, at least 0, got {self.max_layer!r}")
         object.__setattr__(self, "budget", Budget.parse(self.budget))
-        object.__setattr__(self, "tsp_rate", Budget.parse(self.tsp_rate))
+        object.__setattr__(self, "tsp_rate", Budget.parse(self.tsp_rate, "tsp_rate"))
         for name in ("budget", "tsp_rate"):
             vars(self)[name].refuse_bytes("calibrate", name, "prompts of several lengths are compared")

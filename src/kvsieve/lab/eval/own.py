@@ -20,7 +20,7 @@ from kvsieve.lab.tasks.rows import rows_task
 from kvsieve.lab.tasks.samples import Sample, Task
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
-from kvsieve.planning.roles import DelegatingEvictor, Role, budgets_of
+from kvsieve.planning.roles import Role, base_of, budgets_of
 from kvsieve.planning.settled import settled_role
 from kvsieve.planning.specs import split_specs
 from kvsieve.report.labels import FULL
@@ -129,9 +129,7 @@ def _setting(method: Method, model: Any, tokenizer: Any) -> MethodSetting:
 
 def _parameters_of(plan: Plan) -> dict[str, Any]:
     """Return the fields of evictor and propagator, JSON-ready, including a wrapper's base."""
-    parts: list[Role | None] = [plan.propagate, plan.evict]
-    if isinstance(plan.evict, DelegatingEvictor):
-        parts.append(plan.evict.base)
+    parts: list[Role | None] = [plan.propagate, plan.evict, base_of(plan.evict)]
     fields = {name: value for part in parts if part is not None for name, value in vars(part).items()}
     plain = (bool, int, float, str, type(None))
     return {

@@ -6,7 +6,7 @@ conversation is stored in its cache and passed to the role in every call.
 
 from kvsieve.planning.roles.base import HeadScope, Role, Traits, check_layers, role_class, role_name
 from kvsieve.planning.roles.codec import Codec
-from kvsieve.planning.roles.delegate import DelegatingEvictor
+from kvsieve.planning.roles.delegate import DelegatingEvictor, base_of
 from kvsieve.planning.roles.drafting import DraftPropagator, Loaded, draft_of
 from kvsieve.planning.roles.evictor import ChunkedEvictor, Evictor, Layers
 from kvsieve.planning.roles.paged import PageBudget, PagedReader
@@ -38,6 +38,7 @@ __all__ = [
     "Role",
     "SparsePrefill",
     "Traits",
+    "base_of",
     "budgets_of",
     "byte_budgets",
     "check_layers",

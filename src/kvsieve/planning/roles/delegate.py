@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from kvsieve.planning.budget import Budget
 
 
+def base_of(evictor: Evictor | None) -> Evictor | None:
+    """Return the evictor that another one holds as `base`, or None."""
+    base = None if evictor is None else vars(evictor).get("base")
+    return base if isinstance(base, Evictor) else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class DelegatingEvictor(Evictor):
     """An evictor that behaves as `base`, except for methods that a subclass overrides.
