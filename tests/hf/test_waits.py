@@ -31,6 +31,7 @@ MORE = {
     "critiprefill": (CHECKS + 2, 1),
     "criticaladakv": (ONCE + 1, 1),
     "d2o": (ONCE, 2),
+    "defensivekv": (ONCE, 3),
     "dynamickv": (ONCE, 3),
     "fastgen": (ONCE, 1),
     "flashprefill": (CHECKS + 2, 1),

@@ -26,6 +26,8 @@ def test_streaming_llm_by_hand():
 def test_streaming_llm_counts_true_tokens_of_a_padded_row():
     ctx = context(torch.zeros(2, 1, 10, 2), torch.zeros(2, 1, 10, 2), padding=[0, 4])
     assert kept(StreamingLLM(budget=4, sinks=2), ctx, row=1) == [[4, 5, 8, 9]]
+    # A wrapper weighs the scores, so they count no padding either.
+    assert StreamingLLM(budget=4, sinks=2).scores(ctx)[1, 0, 6:].tolist() == [2, 3, 4, 5]
 
 
 def test_knorm_by_hand():

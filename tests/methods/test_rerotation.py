@@ -11,6 +11,7 @@ from kvsieve import Plan
 from kvsieve.errors import PlanError
 from kvsieve.hf.compat import CACHE
 from kvsieve.methods import H2O, AdaKV, ChunkKV, Compactor, CurDKV, ExpectedAttention, KNorm, Rerotation, SnapKV
+from small import stored
 from tiny import greedy, padded_prompt, tiny_model, tiny_prompt
 
 PADDING, QUESTION = 9, 5
@@ -113,6 +114,18 @@ def test_a_padded_row_is_the_row_alone(base, chunk):
         alone = sieve.generate(ids[1:, PADDING:], **GREEDY)
     assert torch.equal(both.sequences[1, 53:], alone.sequences[0, 44:])
     assert both.stats.kv_entries == [20] * 4 and Plan.from_dict(plan.to_dict()) == plan
+
+
+@pytest.mark.parametrize("chunk", [3, 8, 9])
+def test_a_chunk_smaller_than_the_window_keeps_the_window(chunk):
+    """The share of a short chunk has no room for it: entries go once there are more than the base always keeps."""
+    ids = tiny_prompt(1, 45, seed=3)
+    plan = Plan(evict=Rerotation(base=SnapKV(budget=20, window=8, kernel=3), question_tokens=QUESTION, chunk=chunk))
+    with kvsieve.attach(tiny_model(), plan) as sieve:
+        cache = sieve.prefill(ids)
+        assert len(sieve.generate(ids, **GREEDY).sequences[0]) == 49
+    assert cache.entries() == [20] * 4
+    assert all({*range(32, 45)} <= set(head) for layer in stored(cache)[0] for head in layer)
 
 
 def test_protected_tokens_stay():

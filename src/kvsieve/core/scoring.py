@@ -188,7 +188,7 @@ def pool(scores: Tensor, kernel: Width, kind: Pool, valid: Tensor | None = None)
     Returns:
         The shape of `scores`.
     """
-    if kernel == 1:
+    if kernel == 1 or not scores.shape[-1]:
         return scores
     if isinstance(kernel, tuple):
         rows = [slice(row, row + 1) for row in range(len(kernel))]
@@ -237,7 +237,7 @@ def pooled_mass(ctx: LayerContext, window: int, kernel: Width, pooling: Pool, he
     mass = mass_of(ctx, -window)
     mass = mass[..., :-window]
     valid = ctx.valid
-    if heads is not None and isinstance(kernel, int) and kernels.usable(mass):
+    if heads is not None and isinstance(kernel, int) and mass.shape[-1] and kernels.usable(mass):
         by_kernel = functools.partial(kernels.pooled, heads=heads, kernel=kernel, pooling=pooling)
         return by_kernel(mass) if valid is None or kernel == 1 else _closed_up(mass, valid, by_kernel)
     pooled = pool(mass, kernel, pooling, valid)

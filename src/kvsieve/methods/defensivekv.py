@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvsieve.core.scoring import Kernel, Pool, group_mean, mass_of, pool
+from kvsieve.core.scoring import Kernel, Pool, group_mean, mass_of, pool, score_dtype
 from kvsieve.core.selection import best_of_layers, pack_ragged
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
@@ -66,6 +66,8 @@ class DefensiveScores(SnapKV, needs=("output_weight",), query_aware=True):
     def context_scores(self, ctx: LayerContext) -> Tensor:
         heads = ctx.query.shape[1] if self.per_query_head else ctx.keys.shape[1]
         before = ctx.keys.shape[2] - min(self.window, ctx.query.shape[2])
+        if not before:
+            return ctx.keys.new_zeros(len(ctx.keys), heads, 0, dtype=score_dtype(ctx.keys.dtype))
         recent = last_real(ctx, self.window)[..., :before]
         context = ~recent if ctx.valid is None else ctx.valid[..., :before] & ~recent
         risk, mean = self._risk_and_mean(ctx, context, heads)

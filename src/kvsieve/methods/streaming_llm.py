@@ -49,5 +49,8 @@ class StreamingLLM(ScoredEvictor, heads="own", query_aware=False, fixed_counts=T
     def scores(self, ctx: LayerContext) -> Tensor:
         batch, heads, length = ctx.keys.shape[:3]
         recency = torch.arange(length, dtype=torch.float32, device=ctx.keys.device)
+        if ctx.valid is not None:
+            # Wrappers weigh these scores: padding must not count.
+            recency = ctx.valid.cumsum(-1, dtype=torch.float32) - 1
         scores = recency.expand(batch, heads, length)
         return scores.masked_fill(first_real(ctx, self.sinks), float("inf"))

@@ -136,7 +136,8 @@ def compress(
         ends = [min(start + chunk, context) for context in contexts]
         at = _step_columns(lengths, ends, start, width, asked, tokens.device)
         targets = tuple(
-            max(min(context, 1), keep * end // max(context, 1))
+            # A share of a short chunk may have no room for what the evictor always keeps.
+            max(min(end, max(evictor.minimum - asked, 1)), keep * end // max(context, 1))
             for keep, end, context in zip(kept, ends, contexts, strict=True)
         )
         if protected is not None:
