@@ -404,6 +404,26 @@ def plan(
 ) -> Plan: ...
 @overload
 def plan(
+    method: Literal["defensivekv"],
+    *,
+    budget: Budget | str | float = ...,
+    across_layers: bool = ...,
+    mass: float = ...,
+    window: int = ...,
+    kernel: Any = ...,
+    pooling: Literal["avg", "max"] = ...,
+    skip_layers: int | tuple[int, ...] | str = ...,
+    every: int | None = ...,
+    floor: int = ...,
+    profile: Profile | str | None = ...,
+    paper: bool = ...,
+    codec: Codec | str | None = ...,
+    rest: Codec | str | None = ...,
+    prefill: SparsePrefill | str | None = ...,
+    merge: str | None = ...,
+) -> Plan: ...
+@overload
+def plan(
     method: Literal["duoattention"],
     *,
     budget: Budget | str | float = ...,

@@ -170,7 +170,7 @@ def test_on_a_model(across):
 
 
 def test_wrong_parameters_are_refused():
-    with pytest.raises(PlanError, match=r"mass must be a share of attention in \[0, 1\], got 1.5"):
+    with pytest.raises(PlanError, match=r"mass must be a share in \[0, 1\], got 1.5"):
         kvsieve.plan("defensivekv", mass=1.5)
     with pytest.raises(PlanError, match="across_layers must be True or False, got 1"):
         kvsieve.plan("defensivekv", across_layers=1)

@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 
 from kvsieve.core.scoring import Kernel, Pool, group_mean, mass_of, pool, score_dtype
 from kvsieve.core.selection import best_of_layers, pack_ragged
-from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.allocators import RaggedAllocator
 from kvsieve.methods.base import (
@@ -32,6 +31,7 @@ from kvsieve.methods.base import (
     apply_protection,
     at_entries,
     by_token,
+    check_share,
     hide_padding,
     last_real,
     per_head,
@@ -60,8 +60,7 @@ class DefensiveScores(SnapKV, needs=("output_weight",), query_aware=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.mass <= 1:
-            raise PlanError(f"DefensiveScores: mass must be a share of attention in [0, 1], got {self.mass!r}")
+        check_share(self, "mass", self.mass)
 
     def context_scores(self, ctx: LayerContext) -> Tensor:
         heads = ctx.query.shape[1] if self.per_query_head else ctx.keys.shape[1]
@@ -193,13 +192,4 @@ class DefensiveKVParameters(Parameters):
     every: int | None = None
 
     def plan(self) -> Plan:
-        base = DefensiveScores(
-            budget=Budget.parse(self.budget),
-            mass=self.mass,
-            window=self.window,
-            kernel=self.kernel,
-            pooling=self.pooling,
-            skip_layers=self.skip_layers,  # type: ignore[arg-type]
-            every=self.every,
-        )
-        return Plan(evict=DefensiveKV(base=base, across_layers=self.across_layers))
+        return Plan(evict=self.role(DefensiveKV, base=self.role(DefensiveScores)))
