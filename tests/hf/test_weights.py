@@ -223,9 +223,36 @@ def test_adapters_act_on_weights_in_blocks_and_are_not_merged_into_them():
     for merge in (blocks.merge_adapter, lambda: blocks.merge_adapter(safe_merge=True), blocks.merge_and_unload):
         with pytest.raises(KvsieveError, match="cannot be written, nor adapters merged.*weights='expand'"):
             merge()
-    with pytest.raises(KvsieveError, match="cannot be written"):
-        blocks.get_output_embeddings().weight.mul_(2)
     same_kept(answer(blocks, PLANS["snapkv"]), answer(plain, PLANS["snapkv"]))
+
+
+def augment(weight):
+    weight *= 2
+
+
+WRITES = {
+    "in place": lambda weight: weight.mul_(2),
+    "rows": lambda weight: weight.__setitem__(0, 0),
+    "augmented": augment,
+    "its data": lambda weight: weight.data.zero_(),
+    "rows of its data": lambda weight: weight.data.__setitem__(slice(2), 0),
+    "a view": lambda weight: weight.T[0].zero_(),
+    "detached": lambda weight: weight.detach().copy_(weight),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_what_is_written_to_weights_in_blocks_is_not_lost_in_silence(write):
+    """Such a weight is a copy made for the caller."""
+    blocks, _ = quantized(build("llama", **SHAPE))
+    for layer in (blocks.lm_head, blocks.model.embed_tokens, blocks.model.layers[0].mlp.up_proj):
+        with torch.no_grad(), pytest.raises(KvsieveError, match="cannot be written.*weights='expand'"):
+            WRITES[write](layer.weight)
+        with pytest.raises(KvsieveError, match="cannot be written"):
+            layer.weight = torch.nn.Parameter(torch.zeros(2, 2))
+        copy = layer.weight.clone()
+        copy[0] = 0
+        assert type(copy) is torch.Tensor and type(layer.weight + 1) is torch.Tensor
 
 
 def test_a_peft_model_is_left_as_it_was_found(adapted):

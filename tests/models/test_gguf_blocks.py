@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 
 import pytest
@@ -127,6 +129,18 @@ def test_weights_are_the_file_mapped_once(tmp_path):
     head = model.lm_head
     model.tie_weights()
     assert model.lm_head is head
+
+
+def test_copies_share_the_file_and_pickles_hold_each_weight_once(tmp_path):
+    file = write(tmp_path, "llama, tied", "Q8_0")
+    model = loaded(file)
+    copied = copy.deepcopy(model)
+    assert copied.lm_head is not model.lm_head and copied.lm_head.matrix is model.lm_head.matrix
+    written = pickle.dumps(model)
+    assert len(written) < 2 * file.stat().st_size
+    again = pickle.loads(written)
+    assert again.lm_head.matrix is again.get_input_embeddings().matrix
+    assert torch.equal(logits(again), logits(model))
 
 
 def test_numbers_of_the_models_dtype_are_plain_parameters_in_the_mapped_file(tmp_path):

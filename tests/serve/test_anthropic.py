@@ -403,6 +403,10 @@ def test_an_image_is_read_as_in_a_chat():
         block = source("image", type="base64", media_type=media_type, data=data)
         read = post(url, {**chat, **user(block)}).json()
         answered = post(url, chat, "/v1/chat/completions").json()
+        broken = source("image", type="base64", media_type="image/png", data="AAA")
+        refused = post(url, {**chat, "system": "w5", **user(broken)}).json()["error"]
+    # The chat that it becomes numbers messages in another way.
+    assert refused["message"].startswith("messages: the image is no base64")
     assert read["content"][0]["text"] == answered["choices"][0]["message"]["content"]
     usage = read["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == answered["usage"]["prompt_tokens"] > 4

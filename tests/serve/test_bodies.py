@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gzip
 import json
 import random
 import socket
@@ -165,6 +166,15 @@ def test_a_content_type_is_taken_by_its_meaning(served, kind):
     for given, status in ((kind, 200), (f"text/plain; {kind}", 415), ("", 415)):
         headers = {"Content-Type": given} if given else {}
         assert httpx.post(f"{served[0]}/v1/completions", content=body, headers=headers).status_code == status
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
+def test_a_compressed_body_is_refused_as_one(served, path):
+    body = gzip.compress(json.dumps({"model": "tiny", "prompt": "w1", "max_tokens": 1}).encode())
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    reply = httpx.post(f"{served[0]}/v1/{path}", content=body, headers=headers)
+    message = reply.json()["error"]["message"]
+    assert reply.status_code == 415 and "Content-Encoding is 'gzip'; send it uncompressed" in message
 
 
 def test_parsing_a_body_makes_nobody_wait(served, monkeypatch):

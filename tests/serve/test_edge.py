@@ -177,7 +177,7 @@ def test_more_requests_than_may_be_at_once_are_told_so():
 
 
 def _check_reach(options):
-    check_reach(options.keys, options.host, options.open, options.origins)
+    check_reach(options.keys, options.host, options.open, options.origins, options.hosts)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +192,11 @@ def _check_reach(options):
         ({"host": "0.0.0.0", "open": True, "keys": Keys(needed=True)}, "KVSIEVE_API_KEYS"),
         ({"origins": ("page.example",)}, "--allow-origin"),
         ({"origins": ("https://page.example/path",)}, "--allow-origin"),
+        ({"hosts": ("llm.example", "https://llm.example")}, "--allow-host 'https://llm.example' is no host name"),
+        ({"hosts": ("*",)}, "--allow-host"),
+        ({"hosts": ("*.example",)}, "--allow-host"),
+        ({"hosts": ("",)}, "--allow-host"),
+        ({"hosts": ("::1",)}, r"--allow-host.* or \[::1\] for IPv6"),
     ],
 )
 def test_servers_that_others_reach_by_mistake_do_not_start(given, words):
@@ -210,6 +215,17 @@ def test_servers_that_others_reach_by_mistake_do_not_start(given, words):
         {"host": "0.0.0.0", "open": True},
         {"host": "0.0.0.0", "keys": Keys(["k"])},
         {"origins": ("https://page.example", "http://localhost:3000", "*")},
+        {
+            "hosts": (
+                "llm.example",
+                "LLM.example.",
+                "llm.example:8443",
+                "10.0.0.2",
+                "[::1]",
+                "[2001:db8::1]:8000",
+                "köln.de",
+            )
+        },
     ],
 )
 def test_servers_that_may_start(given):

@@ -335,6 +335,14 @@ def test_other_paths_and_methods_are_refused_in_openais_form(url):
     assert missing.json()["error"]["type"] == "not_found_error" and wrong.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/chat/completions", "/v1/v1/messages", "/v1/embeddings"])
+def test_a_path_that_there_is_not_is_named_and_addresses_for_clients_are_told(url, path):
+    """A client whose base_url has or lacks /v1 sends to such paths."""
+    reply = post(url, {"model": "tiny"}, path=path)
+    message = reply.json()["error"]["message"]
+    assert reply.status_code == 404 and repr(path) in message and "OpenAI's clients" in message
+
+
 def test_replies_are_what_the_schema_tells(url):
     body = {"model": "tiny", "max_tokens": 2, "kv": {"map": 3}, "temperature": 1e-300, "repetition_penalty": 0.01}
     chat = post(url, {**body, "messages": [{"role": "user", "content": "w1"}], "logprobs": True, "top_logprobs": 2})

@@ -188,6 +188,7 @@ def test_sessions_go_on_after_images(served):
         ({"image_url": {"url": data_url(b"x" * 9)[:-2]}}, "image_url.url", "no base64"),
         ({"image_url": "data:image/png;base64,AAAA"}, "image_url", "expected an object"),
         ({}, "image_url", "expected an object"),
+        ({"image_url": {"url": "data:,", "detail": "original"}}, "image_url.url", "expected data:image/png;base64"),
         (part(b"no image at all"), "", "cannot be read as PNG"),
         (part(file_of(picture(1), "BMP")), "", "cannot be read as PNG"),
         (part(file_of(picture(1))[:-400]), "", "is broken"),

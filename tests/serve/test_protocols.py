@@ -125,6 +125,30 @@ def test_protocols_agree(url, case, protocol):
         assert answer == reference and (answer.text, answer.calls, answer.end) == expected
 
 
+SAID = [{"role": "user", "content": QUESTION}]
+NEEDED = {
+    "chat/completions": {"messages": SAID},
+    "completions": {"prompt": QUESTION},
+    "responses": {"input": QUESTION},
+    "messages": {"messages": SAID, "max_tokens": 3},
+}
+UNSUPPORTED = {
+    "chat/completions": [{"functions": [{"name": "add"}]}, {"prediction": {"type": "content", "content": "x"}}],
+    "completions": [{"suffix": "x"}],
+    "responses": [{"conversation": "conv_1"}, {"prompt": {"id": "pmpt_1"}}],
+    "messages": [{"container": "c"}, {"inference_geo": "us"}],
+}
+
+
+@pytest.mark.parametrize("path", UNSUPPORTED)
+def test_a_member_that_must_be_absent_is_refused_by_name_with_what_to_do(url, path):
+    for member in UNSUPPORTED[path]:
+        reply = httpx.post(f"{url}/{path}", json={"model": "scripted", **NEEDED[path], **member}, timeout=60)
+        (name,) = member
+        message = reply.json()["error"]["message"]
+        assert (reply.status_code, message) == (400, f"{name}: not supported here; leave it out")
+
+
 @pytest.fixture(scope="module")
 def controlled():
     """A server of a model that writes "The sum is 5.", in which "sum" is a control token."""

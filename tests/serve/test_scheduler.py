@@ -274,6 +274,10 @@ def test_time_ends_what_runs_and_what_waits(scheduler, model):
     assert told[-2].finish == "length" and isinstance(told[-1], Summary)
     last = waiting.all()[-1]
     assert isinstance(last, BusyError | Summary)
+    # Every request that was taken is counted once at its end.
+    ends = {name: one.counts[name] for name in ("answered", "failed", "cancelled")}
+    failed = int(isinstance(last, BusyError))
+    assert ends == {"answered": 2 - failed, "failed": failed, "cancelled": 0} and one.counts["requests"] == 2
 
 
 def test_a_plan_with_a_draft_model_is_refused_by_name(scheduler):

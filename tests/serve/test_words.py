@@ -8,6 +8,7 @@ import json
 import httpx
 import pytest
 
+from kvsieve.lab.client import ServerClient
 from kvsieve.serve.run import ServerOptions, application
 from served_apps import listening
 from toy_bytes import byte_level, sentence_piece
@@ -82,6 +83,30 @@ def test_completions_name_parts_of_characters_and_tell_where_tokens_begin(level,
     assert told["tokens"] == ["a", *emoji, r"bytes:\xc3", r"bytes:\xa9", " ", "b", "!", "<|stop|>", "."]
     assert told["text_offset"] == [0, 1, 1, 1, 1, 2, 2, 3, 4, 5, 6, 6] and text == f"{TEXT}."
     assert all(len(each) == 2 for each in told["top_logprobs"])
+
+
+BREAKS = "x\u2028y\u2029z\x85"
+
+
+def test_line_breaks_of_unicode_end_no_line_of_a_stream(level):
+    """Clients of httpx end lines at them."""
+    reply = level("completions", prompt=BREAKS, echo=True, max_tokens=1, stream=True)
+    lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+    assert lines.pop() == "[DONE]" and json.loads(lines[0])["choices"][0]["text"] == BREAKS
+
+
+def test_the_own_client_reads_them_from_any_server(monkeypatch):
+    def reply(request):
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        chunks = [json.dumps({"choices": [{"text": part}]}, ensure_ascii=False) for part in (BREAKS, "!")]
+        content = "".join(f"data: {chunk}\r\n\r\n" for chunk in [*chunks, "[DONE]"]).encode()
+        # Cut within characters.
+        return httpx.Response(200, content=(content[at : at + 5] for at in range(0, len(content), 5)))
+
+    client = httpx.Client
+    monkeypatch.setattr(httpx, "Client", lambda **given: client(transport=httpx.MockTransport(reply), **given))
+    assert ServerClient("http://server").complete("x", 2).text == f"{BREAKS}!"
 
 
 @pytest.mark.parametrize(

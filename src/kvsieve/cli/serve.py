@@ -118,7 +118,7 @@ def serve_command(
     """Server for OpenAI's and Anthropic's clients: continuous batching, a persistent prefix cache, a web page."""
     _check_packages()
     check_loading(dtype, device, decode)
-    check_least(1, running=running, queue=queue, chunk=chunk, max_tokens=max_tokens)
+    check_least(1, running=running, queue=queue, chunk=chunk, max_tokens=max_tokens, kv_memory=kv_memory)
     check_memory(memory)
     _check_numbers(port, seconds, gap, drain)
     _check_cache(edits, store, store_memory, store_disk)
@@ -129,7 +129,7 @@ def serve_command(
     others = tuple(run.label for run in make_runs(method_specs(allow)))
     check_store(store)
     keys = read_keys(api_keys)
-    check_reach(keys, host, open_, allow_origin or ())
+    check_reach(keys, host, open_, allow_origin or (), allow_host or ())
     tls = read_pair(tls_cert, tls_key)
     check_model_name(model, weights)
     drafts = parse_draft(draft, memory)

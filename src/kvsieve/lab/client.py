@@ -131,7 +131,7 @@ class ServerClient:
                 if not reply.is_success:
                     reply.read()
                     raise self._refused(reply)
-                for line in reply.iter_lines():
+                for line in _lines(reply):
                     data = line.removeprefix("data:").strip()
                     if not line.startswith("data:") or data == "[DONE]":
                         continue
@@ -160,6 +160,15 @@ class ServerClient:
         hint = f"; set {KEY}" if reply.status_code == 401 else ""
         message = f"the server at {self.url} answers {reply.status_code}: {short(reply.text)}{hint}"
         return ServerError(message, reply.status_code)
+
+
+def _lines(reply: httpx.Response) -> Iterator[str]:
+    """Yield the lines of a streamed reply; those of httpx end at Unicode's line breaks too, which texts may have."""
+    rest = b""
+    for data in reply.iter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        yield from (line.decode() for line in lines)
+    yield rest.decode()
 
 
 def parse_extra(text: str | None) -> dict[str, Any]:

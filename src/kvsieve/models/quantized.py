@@ -23,6 +23,8 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
+# Methods that write into their tensor, besides those with names that end with one "_".
+_WRITES = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "pow"))}
 
 
 class DequantizedWeight(Tensor):
@@ -30,19 +32,41 @@ class DequantizedWeight(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute as with a plain tensor, which results are."""
-        in_place = func.__name__.endswith("_") and not func.__name__.endswith("__")
+        """Compute as with a plain tensor, which results other than views are."""
+        name = func.__name__
+        in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
         writes = func == Tensor.data.__set__  # type: ignore[attr-defined]
         if writes or (in_place and isinstance(args[0], cls)):
-            raise KvsieveError(
-                "weights in blocks cannot be written, nor adapters merged into them: leave adapters active, or load "
-                "the model with weights='expand'"
-            )
+            raise _written()
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and any(_shares(result, given) for given in args if isinstance(given, cls)):
+                # A view, such as `weight.data`.
+                return result.as_subclass(cls)
+            return result
 
 
-class QuantizedLinear(nn.Linear):
+def _written() -> KvsieveError:
+    return KvsieveError(
+        "weights in blocks cannot be written, nor adapters merged into them: leave adapters active, or load the model "
+        "with weights='expand'"
+    )
+
+
+def _shares(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+class _InBlocks(nn.Module):
+    """A layer with its weight in blocks."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            raise _written()
+        super().__setattr__(name, value)
+
+
+class QuantizedLinear(_InBlocks, nn.Linear):
     """A linear layer with its weight in blocks.
 
     Few tokens are multiplied with the blocks; for many, the weight is dequantized into a buffer.
@@ -97,7 +121,7 @@ class QuantizedLinear(nn.Linear):
         return f"{super().extra_repr()}, {self.matrix.kind}"
 
 
-class QuantizedEmbedding(nn.Embedding):
+class QuantizedEmbedding(_InBlocks, nn.Embedding):
     """Embeddings with their table in blocks: rows are dequantized as they are looked up.
 
     Args:

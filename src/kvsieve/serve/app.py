@@ -29,6 +29,7 @@ from kvsieve.serve.views import add_views
 from kvsieve.version import __version__
 
 _log = logging.getLogger(__name__)
+_ADDRESSES = "OpenAI's clients take the server's address with /v1, Anthropic's take it without, and /openapi.json lists all paths"
 _BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, ResponsesRequest, MessagesRequest, CountTokensRequest)
 
 
@@ -52,8 +53,12 @@ def create_app(service: Service) -> FastAPI:
         failure = failure_of(error)
         if failure.status == 500:
             _log.error("%s failed: %s", request.url.path, type(error).__name__, exc_info=error)
+        if failure.status == 404 and isinstance(error, HTTPException):
+            failure = Failure(404, f"there is no path {request.url.path!r} here; {_ADDRESSES}")
         if failure.status == 405:
-            failure = Failure(405, str(failure), headers={"Allow": ", ".join(app.methods_of(request))})
+            allowed = ", ".join(app.methods_of(request))
+            message = f"{request.url.path!r} takes {allowed}, got {request.method}"
+            failure = Failure(405, message, headers={"Allow": allowed})
         return json_error(failure, request.url.path)
 
     for kind in (HTTPException, RequestValidationError, Failure, KvsieveError, Exception):

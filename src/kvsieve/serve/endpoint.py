@@ -25,6 +25,8 @@ from kvsieve.serve.schema import Strict
 from kvsieve.serve.ticket import Order
 
 _log = logging.getLogger(__name__)
+# Characters of a header that an error repeats.
+_SHORT = 60
 # Levels of a chat's reply above the likelihoods of a token.
 _TOKENS = 5
 
@@ -101,6 +103,8 @@ def parsed_body(kind: type[_Body]) -> Callable[..., Awaitable[_Body]]:
         # A web page may send other types without a preflight request.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Failure(415, "the body is JSON: send the header 'Content-Type: application/json'")
+        if (coding := request.headers.get("content-encoding", "identity")).strip().lower() != "identity":
+            raise Failure(415, f"the body's Content-Encoding is {coding[:_SHORT]!r}; send it uncompressed")
         async with request.app.state.bodies.read(request) as data:
             return await asyncio.to_thread(validated, data)
 

@@ -10,6 +10,8 @@ from starlette.types import Receive, Scope, Send
 
 # Seconds of silence after which a comment is sent, so that no proxy closes the connection.
 _SILENCE = 15.0
+# Line breaks of Unicode, which some clients end a line at; in JSON they are in texts only.
+_ESCAPES = {ord(sign): f"\\u{ord(sign):04x}" for sign in "\x85\u2028\u2029"}
 
 
 async def left(receive: Receive) -> None:
@@ -19,9 +21,9 @@ async def left(receive: Receive) -> None:
 
 
 def event(data: str, name: str | None = None) -> str:
-    """Write a server-sent event. data: without line breaks."""
+    """Write a server-sent event. data: JSON without line breaks, or a word."""
     head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {data}\n\n"
+    return f"{head}data: {data.translate(_ESCAPES)}\n\n"
 
 
 class EventStream(StreamingResponse):

@@ -140,6 +140,8 @@ def _invalid(error: ValidationError | RequestValidationError) -> Failure:
         return Failure(
             400, f"{param}: this server knows no such parameter; leave it out", code="unknown_parameter", param=param
         )
+    if first["type"] == "none_required":
+        return Failure(400, f"{param}: not supported here; leave it out", code="unsupported_parameter", param=param)
     message = f"{param}: {first['msg']}" if param else str(first["msg"])
     return Failure(400, f"{message}{_got(first)}", code="invalid_value", param=param)
 

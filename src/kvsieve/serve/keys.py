@@ -86,7 +86,7 @@ def is_local(host: str) -> bool:
     return host.lower() == "localhost"
 
 
-def check_reach(keys: Keys, host: str, is_open: bool, origins: Iterable[str]) -> None:
+def check_reach(keys: Keys, host: str, is_open: bool, origins: Iterable[str], hosts: Iterable[str] = ()) -> None:
     """Raise InputError for a server that is open to all without being declared so, or that no client can use."""
     keys.check()
     if not (keys or is_open or is_local(host)):
@@ -97,3 +97,6 @@ def check_reach(keys: Keys, host: str, is_open: bool, origins: Iterable[str]) ->
     for origin in origins:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
             raise InputError(f"--allow-origin {origin!r} is no origin; write it as https://example.org, or * for all")
+    for name in hosts:
+        if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s/*:\[\]]+)(:\d+)?", name.strip()):
+            raise InputError(f"--allow-host {name!r} is no host name; write it as llm.example.org, or [::1] for IPv6")

@@ -153,7 +153,7 @@ def serve(
 
     Raises InputError for an address that is not available, or that others reach without a key.
     """
-    check_reach(options.keys, options.host, options.open, options.origins)
+    check_reach(options.keys, options.host, options.open, options.origins, options.hosts)
     listening = listening_socket(options.host, options.port)
     port = listening.getsockname()[1]
     with kept_signals(), application(model, tokenizer, options, name, processor) as app, ended_by_signals(say):

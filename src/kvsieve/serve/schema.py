@@ -108,7 +108,7 @@ class CommonRequest(Strict):
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=1024)] | None = None
     seed: Seed | None = None
-    stop: Text | Texts | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=1024, fail_fast=True)] | None = None
     n: Annotated[Whole, Field(ge=1)] | None = None
     max_tokens: Annotated[Whole, Field(ge=1)] | None = None
     ignore_eos: bool | None = None
@@ -150,7 +150,7 @@ class ImageURL(BaseModel):
     """An image as a data URL, data:image/png;base64,... The detail has no effect: the processor chooses sizes."""
 
     url: Text
-    detail: Literal["auto", "low", "high"] | None = None
+    detail: Literal["auto", "low", "high", "original"] | None = None
 
 
 class ContentPart(BaseModel):

@@ -151,16 +151,17 @@ class Workload:
         return len(reading) + len(running)
 
     def fail(self, ticket: Ticket, error: Exception) -> None:
-        self.counts["failed"] += 1
         if not isinstance(error, KvsieveError):
             _log.error("a request failed: %s", type(error).__name__, exc_info=error)
         self.end(ticket, error)
 
     def end(self, ticket: Ticket, event: Event | None) -> None:
-        """Free a ticket's memory, and send its last event."""
+        """Free a ticket's memory, count its end once, and send its last event."""
         self._held.pop(ticket, None)
         if event is None or ticket.cancelled:
             self.counts["cancelled"] += 1
+        else:
+            self.counts["failed" if isinstance(event, Exception) else "answered"] += 1
         if event is None:
             return
         try:
@@ -205,6 +206,7 @@ class Workload:
             if other.waits:
                 other.expect(self._covered(other))
         running = Running(ticket, reading, logits, self.tokenizer)
+        self.counts["new_tokens"] += sum(len(answer.tokens) for answer in running.answers)
         read = sum(rows.cache.nbytes() for rows in running.rows)
         self._held[ticket] = min(self._held[ticket], read + order.answers * self.bytes.of(order.max_tokens))
         self._running.append(running)
@@ -248,7 +250,6 @@ class Workload:
             self.fail(running.ticket, error)
             return
         self.seconds.append(summary.seconds)
-        self.counts["answered"] += 1
         self.end(running.ticket, summary)
 
     def _stop(self, reading: PromptReader) -> None:

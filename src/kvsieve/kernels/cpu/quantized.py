@@ -92,7 +92,12 @@ class QuantizedMatrix:
         self.address = addressof(self._fields)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return QuantizedMatrix, (self.data, self.kind, self.order)
+        # A view of a file would be pickled with all of the file.
+        return QuantizedMatrix, (self.data.clone(), self.kind, self.order)
+
+    def __deepcopy__(self, memo: object) -> QuantizedMatrix:
+        """Return itself, because blocks are never written."""
+        return self
 
     @property
     def nbytes(self) -> int:

@@ -35,7 +35,7 @@ def add_messages(app: FastAPI, desk: Desk) -> None:
         chat = chat_request(body, preparer.limits.max_tokens)
         try:
             return preparer.chat(chat, owner)
-        except (InputError, UnsupportedOptionError) as error:
+        except (InputError, UnsupportedOptionError, Failure) as error:
             raise in_own_names(error) from None
 
     @app.post(ANTHROPIC, responses=MESSAGE, response_class=JSONResponse, openapi_extra=described(MessagesRequest))

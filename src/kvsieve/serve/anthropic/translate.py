@@ -16,7 +16,7 @@ from kvsieve.serve.anthropic.schema import (
     MessageToolChoice,
     Source,
 )
-from kvsieve.serve.failures import renamed
+from kvsieve.serve.failures import Failure, renamed
 from kvsieve.serve.schema import ChatRequest
 
 # Of tool calls; the rest of an id is the chat template's.
@@ -81,7 +81,7 @@ def _reasoning(body: CountTokensRequest) -> dict[str, Any]:
     return members
 
 
-def in_own_names(error: InputError | UnsupportedOptionError) -> Exception:
+def in_own_names(error: InputError | UnsupportedOptionError | Failure) -> Exception:
     """Return an error of a chat's preparation with the names that /v1/messages has for its members."""
     return renamed(error, _NAMES)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsieve.serve.parsers.form import AnswerParser, CallForm, Tools
-from kvsieve.serve.parsers.lark import Rules, members_of, options_of, parameters_of, quoted
+from kvsieve.serve.parsers.lark import Rules, choices_of, members_of, options_of, parameters_of, quoted
 from kvsieve.serve.parsers.steps import NamedParser, held_back
 from kvsieve.serve.parsers.typed import kinds_of
 from kvsieve.serve.pieces import Piece
@@ -18,6 +18,9 @@ _WORD = re.compile(r'[^\s{}\[\],:<"]+')
 _JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
 _LITERALS = ("true", "false", "null")
 _STRING = frozenset(["string"])
+# Members of a schema that decide about a value's type, and those that only plain JSON is held to.
+_CHOOSING = {"$ref", "anyOf", "oneOf", "allOf", "not", "if"}
+_AS_JSON = {"$ref", "allOf", "not", "if", "minItems", "maxItems", "prefixItems", "minProperties", "maxProperties"}
 
 
 @dataclass(frozen=True)
@@ -73,21 +76,29 @@ class GemmaCalls(CallForm):
         return f"({rules.any_of(firsts)})?"
 
     def _value(self, rules: Rules, schema: Any, whole: Mapping[str, Any]) -> str:
-        kinds = kinds_of(schema) or frozenset()
-        quote = rules.text(self.quote)
+        """Return the expression of a value: in the form's own notation, or as JSON if that cannot follow the schema."""
+        kinds = kinds_of(schema)
+        if kinds is None and not (isinstance(schema, Mapping) and _CHOOSING & schema.keys()):
+            return rules.any_of([self._string(rules, {}), rules.json(schema, whole)])
+        if kinds is None or schema.keys() & _AS_JSON:
+            return rules.json(schema, whole)
+        if (choices := choices_of(schema)) is not None:
+            return rules.any_of([self._value(rules, choice, whole) for choice in choices])
         if kinds == _STRING:
-            listed = options_of(schema)
-            if listed:
-                return f"{quote} {rules.any_of([rules.text(str(value)) for value in listed])} {quote}"
-            return f"{quote} {rules.until(self.quote)}"
+            return self._string(rules, schema)
         if kinds == {"object"} and schema.get("properties"):
             return self._object(rules, schema, whole)
         if kinds == {"array"}:
             item = rules.rule(self._value(rules, schema.get("items", {}), whole))
             return f'"[" ({item} ("," {item})*)? "]"'
-        if kinds and "object" not in kinds and "array" not in kinds and "string" not in kinds:
-            return rules.json(schema, whole)
-        return rules.any_of([f"{quote} {rules.until(self.quote)}", rules.json({"type": ["number", "boolean", "null"]})])
+        return rules.json(schema, whole)
+
+    def _string(self, rules: Rules, schema: Mapping[str, Any]) -> str:
+        quote = rules.text(self.quote)
+        listed = options_of(schema)
+        if listed:
+            return f"{quote} {rules.any_of([rules.text(str(value)) for value in listed])} {quote}"
+        return f"{quote} {rules.string(schema, self.quote)}"
 
 
 FUNCTION_GEMMA = GemmaCalls("<start_function_call>", "<end_function_call>", "<escape>")

@@ -8,10 +8,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvsieve.errors import InputError, short
+from kvsieve.planning.grammars import Grammar
 
 # JSON as templates write it, so that no answer is an endless run of white space.
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _DEFINITIONS = ("$defs", "definitions")
+# Members of a schema that bound a string.
+BOUNDS = ("minLength", "maxLength", "pattern")
+# Longest strings for which a lexer can count letters and look for a mark at once.
+_SHORT = 257
+# Any text, as a terminal.
+_ANY = "/(?s:.*)/"
 
 
 class Rules:
@@ -44,13 +51,45 @@ class Rules:
         shared = {name: definitions[name] for name in _DEFINITIONS if definitions and name in definitions}
         return self.rule(f"%json {json.dumps({'x-guidance': _COMPACT, **shared, **own})}")
 
-    def until(self, end: str) -> str:
-        """Return the expression of any text up to a mark, and of the mark."""
+    def until(self, end: str, text: str = _ANY) -> str:
+        """Return the expression of a text up to a mark, and of the mark.
+
+        Args:
+            end: the mark.
+            text: expression of a terminal; any text by default.
+        """
+        terminal = f"T{len(self._lines)}"
+        self._lines.append(f"{terminal}: {text}")
         if end in self._controls:
-            return f"{self.rule('/(?s:.*)/')} {self.text(end)}"
+            return f"{terminal} {self.text(end)}"
         name = f"r{len(self._lines)}"
-        self._lines.append(f"{name}[suffix={quoted(end)}]: /(?s:.*)/")
+        self._lines.append(f"{name}[suffix={quoted(end)}]: {terminal}")
         return name
+
+    def string(self, schema: Mapping[str, Any], end: str) -> str:
+        """Return the expression of a string within a schema's bounds, and of the mark after it.
+
+        Args:
+            schema: its lengths and its pattern are kept.
+            end: the mark.
+
+        Raises:
+            InputError: lengths that are no numbers, or a pattern that is no regular expression.
+        """
+        least, most, pattern = (schema.get(name) for name in BOUNDS)
+        if not all(bound is None or type(bound) is int for bound in (least, most)):
+            raise InputError(f"the lengths of a schema are whole numbers, got {short(least)} and {short(most)}")
+        if not (pattern is None or isinstance(pattern, str)):
+            raise InputError(f"the pattern of a schema is a regular expression, got {short(pattern)}")
+        parts = []
+        if least or most is not None:
+            parts.append(f"/(?s:.{{{least or 0},{'' if most is None else most}}})/")
+        if pattern is not None:
+            parts.append(Grammar.regex(_anywhere(pattern)).symbol)
+        if parts and end not in self._controls and (pattern is not None or _SHORT > (most or _SHORT)):
+            # The first mark ends the string, whether that is within the bounds or not.
+            parts.append(f"~({_ANY} {quoted(end.strip())} {_ANY})")
+        return self.until(end, " & ".join(parts) or _ANY)
 
     def any_of(self, expressions: list[str]) -> str:
         """Return the expression of one of several."""
@@ -91,6 +130,23 @@ def members_of(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]
             f"{short(members)} and {short(required)}"
         )
     return members, required
+
+
+def _anywhere(pattern: str) -> str:
+    """Return a regular expression of whole texts in which a schema's pattern matches."""
+    closed = pattern.endswith("$") and not pattern.endswith("\\$")
+    before = "" if pattern.startswith("^") else "(?s:.*)"
+    inside = pattern.removeprefix("^").removesuffix("$" if closed else "")
+    return f"{before}(?:{inside})" + ("" if closed else "(?s:.*)")
+
+
+def choices_of(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Return the schemas of which a value matches any, one for each type of several; None if there are none."""
+    kinds = schema.get("type")
+    if isinstance(kinds, list) and not {"enum", "const"} & schema.keys():
+        return [{**schema, "type": kind} for kind in kinds] or None
+    listed = schema.get("anyOf", schema.get("oneOf"))
+    return listed if kinds is None and isinstance(listed, list) and listed else None
 
 
 def options_of(schema: Mapping[str, Any]) -> list[Any] | None:

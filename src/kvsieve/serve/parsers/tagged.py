@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvsieve.serve.parsers.form import AnswerParser, CallForm, Tools
-from kvsieve.serve.parsers.lark import Rules, members_of, options_of, parameters_of, quoted
+from kvsieve.serve.parsers.lark import BOUNDS, Rules, choices_of, members_of, options_of, parameters_of, quoted
 from kvsieve.serve.parsers.steps import CallParser, Step, held_back
 from kvsieve.serve.parsers.typed import kinds_of, typed
 from kvsieve.serve.pieces import Piece
@@ -118,9 +118,12 @@ class TaggedCalls(CallForm):
         if kinds_of(schema) != _STRING:
             return f"{rules.json(schema, whole)} {rules.text(end)}"
         listed = options_of(schema)
-        if listed is None:
-            return rules.until(end)
-        return f"{rules.any_of([rules.text(str(value)) for value in listed])} {rules.text(end)}"
+        if listed is not None:
+            return f"{rules.any_of([rules.text(str(value)) for value in listed])} {rules.text(end)}"
+        if (choices := choices_of(schema)) is not None:
+            return rules.any_of([self._value(rules, choice, whole) for choice in choices])
+        # A line break before the tag is no part of the value, and some models leave it out.
+        return rules.string(schema, end if schema.keys() & set(BOUNDS) else self.tags.value_end)
 
 
 class _TaggedParser(CallParser):
