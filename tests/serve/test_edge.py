@@ -104,7 +104,7 @@ def test_what_can_be_got_answers_head(served, path):
 def test_a_method_that_a_path_does_not_have_is_refused_with_those_it_has(served, path, methods):
     refused = httpx.patch(f"{served[0]}{path}")
     assert refused.status_code == 405 and set(refused.headers["allow"].split(", ")) == methods
-    assert refused.json()["error"]["message"] == "Method Not Allowed"
+    assert refused.json()["error"]["message"] == f"{path!r} takes {refused.headers['allow']}, got PATCH"
 
 
 def test_pages_that_are_allowed_may_ask(served):
@@ -215,17 +215,8 @@ def test_servers_that_others_reach_by_mistake_do_not_start(given, words):
         {"host": "0.0.0.0", "open": True},
         {"host": "0.0.0.0", "keys": Keys(["k"])},
         {"origins": ("https://page.example", "http://localhost:3000", "*")},
-        {
-            "hosts": (
-                "llm.example",
-                "LLM.example.",
-                "llm.example:8443",
-                "10.0.0.2",
-                "[::1]",
-                "[2001:db8::1]:8000",
-                "köln.de",
-            )
-        },
+        {"hosts": ("llm.example", "LLM.example.", "llm.example:8443", "10.0.0.2", "köln.de")},
+        {"hosts": ("[::1]", "[2001:db8::1]:8000")},
     ],
 )
 def test_servers_that_may_start(given):

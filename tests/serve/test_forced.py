@@ -1,4 +1,4 @@
-"""Forced calls by schemas as applications write them: arguments match them, in whatever form a template writes calls."""
+"""Forced calls by schemas as applications write them: arguments match them in every form of calls."""
 
 from __future__ import annotations
 

@@ -259,6 +259,8 @@ BAD = {
     "a method that is not allowed": ({"kv": {"method": "h2o"}}, 400, "kv"),
     "a file's name": ({"kv": {"method": "snapkv:profile=/etc/passwd"}}, 400, "kv"),
     "a codec of no kind": ({"kv": {"codec": "../x"}}, 400, "kv.codec"),
+    "a question that is all": ({"kv": {"question": True}}, 400, "kv.question"),
+    "a question that is all, streamed": ({"kv": {"question": 99}, "stream": True}, 400, "kv.question"),
     "a session of no kind": ({"kv": {"session": "../x"}}, 400, "kv.session"),
     "too many tokens": ({"max_tokens": 65}, 400, "max_tokens"),
     "too many tokens by their new name": ({"max_completion_tokens": 65}, 400, "max_completion_tokens"),

@@ -149,6 +149,14 @@ def test_a_member_that_must_be_absent_is_refused_by_name_with_what_to_do(url, pa
         assert (reply.status_code, message) == (400, f"{name}: not supported here; leave it out")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("span", [[0, 10**6], [5, 2], [-3, -1]])
+def test_a_span_outside_of_the_prompt_is_refused_before_a_stream_begins(url, span, stream):
+    body = {"model": "scripted", "prompt": QUESTION, "kv": {"protect": [span]}, "stream": stream}
+    reply = httpx.post(f"{url}/completions", json=body, timeout=60)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "kv.protect"
+
+
 @pytest.fixture(scope="module")
 def controlled():
     """A server of a model that writes "The sum is 5.", in which "sum" is a control token."""

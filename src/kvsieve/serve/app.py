@@ -29,7 +29,9 @@ from kvsieve.serve.views import add_views
 from kvsieve.version import __version__
 
 _log = logging.getLogger(__name__)
-_ADDRESSES = "OpenAI's clients take the server's address with /v1, Anthropic's take it without, and /openapi.json lists all paths"
+_ADDRESSES = (
+    "OpenAI's clients take the server's address with /v1, Anthropic's without, and /openapi.json lists all paths"
+)
 _BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, ResponsesRequest, MessagesRequest, CountTokensRequest)
 
 

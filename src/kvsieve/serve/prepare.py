@@ -150,7 +150,7 @@ class Preparer:
         reasoning = None if form.reasoning is None else form.reasoning.tokens(self._added)
         order = self._order(request, ids, owner, logprobs, request.max_completion_tokens)
         order = replace(order, edits=self.plans.edits_of(request.kv, chain), chain=chain, documents=documents)
-        constraints = PromptConstraints(spans, None, question)
+        constraints = _within(PromptConstraints(spans, None, question), len(ids))
         grammar = self._grammar(request, form, tools)
         order = replace(order, constraints=constraints, form=form, reasoning=reasoning, grammar=grammar)
         return replace(order, shown=order.shown | shown, progress=bool(request.return_progress), images=images)
@@ -215,7 +215,7 @@ class Preparer:
             if not ids or not all(0 <= token < self._words for token in ids):
                 raise InputError(f"prompt: expected a text, or token ids from 0 to {self._words - 1}, at least one")
             order = self._order(request, ids, owner, request.logprobs, None)
-            constraints = PromptConstraints(*_plain_constraints(request))
+            constraints = _within(PromptConstraints(*_plain_constraints(request)), len(ids))
             # A text is echoed as it was sent, not as its tokens decode.
             echo = (one_prompt if isinstance(one_prompt, str) else self._text_of(ids)) if request.echo else ""
             order = replace(order, constraints=constraints, continues=True, echo=echo, grammar=grammar)
@@ -364,6 +364,23 @@ def _plain_constraints(request: CompletionRequest) -> tuple[list[tuple[int, int]
     if kv.question is True or any(isinstance(part, int) for part in kv.protect or ()):
         raise InputError("kv: a completion has no messages: give protect as spans of tokens, question as their number")
     return [part for part in kv.protect or () if not isinstance(part, int)] or None, None, kv.question or None
+
+
+def _within(constraints: PromptConstraints, count: int) -> PromptConstraints:
+    """Return the constraints of a prompt of `count` tokens. Raises InputError for those that it cannot have."""
+    question = constraints.question_tokens or 0
+    if question >= count:
+        raise InputError(
+            f"kv.question: the {question} tokens of the question leave nothing of the prompt's {count} to the plan; "
+            "send the context before it, or leave kv.question out"
+        )
+    for start, end in constraints.protect or ():
+        if not 0 <= start < end <= count:
+            raise InputError(
+                f"kv.protect: a span is (start, end) with 0 <= start < end <= {count}, the prompt's tokens; got "
+                f"{(start, end)}"
+            )
+    return constraints
 
 
 def check_generation_config(model: Any) -> None:

@@ -86,7 +86,7 @@ class Rules:
             parts.append(f"/(?s:.{{{least or 0},{'' if most is None else most}}})/")
         if pattern is not None:
             parts.append(Grammar.regex(_anywhere(pattern)).symbol)
-        if parts and end not in self._controls and (pattern is not None or _SHORT > (most or _SHORT)):
+        if parts and end not in self._controls and (pattern is not None or (most or _SHORT) < _SHORT):
             # The first mark ends the string, whether that is within the bounds or not.
             parts.append(f"~({_ANY} {quoted(end.strip())} {_ANY})")
         return self.until(end, " & ".join(parts) or _ANY)
