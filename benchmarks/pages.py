@@ -120,11 +120,7 @@ def main() -> None:
 def pages(found: list[Evidence]) -> dict[Path, dict[str, str]]:
     """Generated parts of each page by the name of their mark."""
     return {
-        ROOT / "README.md": {
-            "measured": summary_table(found[0]),
-            "weights": weights_line(),
-            "peers": peers_table(),
-        },
+        ROOT / "README.md": {"gains": gains(found[0]), "measured": summary_table(found[0])},
         ROOT / "docs" / "choosing.md": {
             "models": "\n".join(f"- {described(each.name)}" for each in found),
             "use": use_table(found[0]),
@@ -137,6 +133,7 @@ def pages(found: list[Evidence]) -> dict[Path, dict[str, str]]:
             "busy": busy_table(),
             "h100": gpu_table(),
         },
+        ROOT / "docs" / "serving.md": {"peers": peers_table()},
         ROOT / "docs" / "speculation.md": {"drafts": drafts_tables()},
         ROOT / "docs" / "editing.md": {"edits": edits_table(), "joins": joins_table()},
         ROOT / "docs" / "options.md": {"floor": floor_table()},
@@ -440,7 +437,7 @@ def peers_table() -> str:
     reports = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("serve_against*.json"))]
     reports = sorted((each for each in reports if each["model"] in MODELS), key=lambda each: -each["rounds"])
     if not reports:
-        return "Servers of others beside it: [server](docs/serving.md)."
+        return "Not measured."
     base = "kvsieve"
     places = sorted({(cell["clients"], cell["tokens"]) for each in reports for cell in each["servers"][base]["cells"]})
     lines = []
@@ -468,26 +465,6 @@ def weights_measured(one: Evidence) -> str:
     """Return what was measured of weights in blocks, without the parts that were not."""
     parts = weights_table(), weights_identical(), weights_scores(one), weights_large()
     return "\n\n".join(part for part in parts if part) or "Not measured."
-
-
-def weights_line(kind: str = "Q4_K_M", length: int = 4096) -> str:
-    """Return a line of the ratios of a file in blocks to other engines; nothing where that was not measured."""
-    file = RESULTS / "weights_speed.json"
-    if not file.exists():
-        return ""
-    report = json.loads(file.read_text())
-    summary = report["files"].get(kind, {"summary": ()})["summary"]
-    parts = []
-    for row in summary:
-        if row["tokens"] == length and row["engine"] != "blocks" and "peak_bytes" in row:
-            ratios = [f"{row[f'{name}_blocks']:.2f}" for name in ("ttft_s", "tpot_s", "peak_bytes")]
-            parts.append(f"{' / '.join(ratios)} of {ENGINES[row['engine']]}")
-    if not parts:
-        return ""
-    said = (
-        f"A {kind} file of {report['model']}, kept in blocks, at {length:,} tokens: time to the first token / per token"
-    )
-    return f"{said} / memory are {'; '.join(parts)} ([weights](docs/weights.md#measured))."
 
 
 def weights_table() -> str:
@@ -696,12 +673,23 @@ def _speeds(one: Evidence) -> Iterator[Panel]:
             yield Panel(f"{title}\n{one.name}", "prompt tokens", y, series, places=tuple(one.speeds))
 
 
+def gains(one: Evidence) -> str:
+    """Return the README's sentences about answers and times."""
+    found = sentences(one)
+    return f"{found['bytes']} {found['speed']}"
+
+
 def captions(one: Evidence) -> dict[str, str]:
     """Each picture with its sentence."""
+    return {name: f"![{SHOWS[name]}](pictures/{name}.png)\n\n{text}" for name, text in sentences(one).items()}
+
+
+def sentences(one: Evidence) -> dict[str, str]:
+    """Return a sentence about each picture."""
     turns, digits = by_ratio(one.scores("rocketkv", "multiturn")), one.scores("lagkv", "attention", "partial")
     lag_right, lag_stored, _ = one.scores("lagkv", "grid", "partial")["lag 1024, 4x"]
     longest = max(one.speeds)
-    said = {
+    return {
         "bytes": "A tenth of the KV cache costs `snapkv` nothing measurable on generated tasks of 8K tokens "
         f"({kept(one, 'ruler', 'snapkv', '10%')} of full KV's score). On real documents it costs about a quarter of "
         f"the score ({kept(one, 'documents', 'snapkv', '10%')}).",
@@ -718,7 +706,6 @@ def captions(one: Evidence) -> dict[str, str]:
         f"{ratio(one, longest, 'full', 'tpot_s', 'transformers')} of its time per token. `snapkv` at 10% takes "
         f"{ratio(one, longest, 'snapkv', 'tpot_s', 'full')} of full KV's time per token.",
     }
-    return {name: f"![{SHOWS[name]}](pictures/{name}.png)\n\n{text}" for name, text in said.items()}
 
 
 def digest(panels: list[Panel]) -> str:

@@ -192,7 +192,7 @@ def test_numbers_of_the_readme_come_from_files():
     """Measured numbers stand in the generated table or in a paragraph that cites the file they come from."""
     text = (ROOT / "README.md").read_text()
     for generated in (
-        r"<!-- (?:measured|weights|peers) -->.*?<!-- end -->",
+        r"<!-- (?:gains|measured) -->.*?<!-- end -->",
         r"```.*?```",
         r"^ {4}.*$",
         r"^\| `make .*$",

@@ -202,14 +202,12 @@ def test_answers_of_two_models_are_compared():
 def test_the_page_tells_what_was_measured_and_no_more(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
     one = SimpleNamespace(folder=tmp_path / "model")
-    assert pages.weights_measured(one) == "Not measured." and pages.weights_line() == ""
+    assert pages.weights_measured(one) == "Not measured."
     rounds = {"4096": [{"blocks": BLOCKS, "llama.cpp": OTHER}], "1024": [{"blocks": BLOCKS, "bfloat16": OTHER}]}
     found = {"rounds": rounds, "memory": {"4096": {name: {"peak_bytes": 3 << 20} for name in ("blocks", "llama.cpp")}}}
     found["summary"] = weights.summary(found)
     report = {"model": "Qwen", "threads": 2, "environments": [environment()], "files": {"Q4_K_M": found}}
     (tmp_path / "weights_speed.json").write_text(json.dumps(report))
-    line = pages.weights_line()
-    assert "0.50 / 0.50 / 1.00 of llama.cpp, compiled for this processor (" in line and "bfloat16" not in line
     row = {"case": "full", "prompts": 50, "tokens": 2400, "differences": []}
     (tmp_path / "weights_identical.json").write_text(json.dumps({"rows": {"a": row}}))
     large = {"file_bytes": 4e9, "limit_bytes": 8e9, "peak_bytes": 4.5e9, "kv_bytes": 1e8, "prompt": 512}

@@ -279,6 +279,8 @@ def test_a_prompt_shorter_than_the_window_warns_and_says_it_did_not_run(cli, mod
         (["--max-new-tokens", "0"], ["--max-new-tokens must be at least 1, got 0"]),
         (["--protect", "0-40"], ["system, user or a span of tokens such as 0:40", "'0-40'"]),
         (["--protect", "system"], ["needs a system prompt", "--system"]),
+        (["--question", " "], ["--question is empty"]),
+        (["--system", ""], ["--system is empty"]),
         (["--chunk", "many"], ["--chunk", "tokens such as 7500 or 8k", "'many'"]),
         (["--colour"], ["--colour"]),
     ],
@@ -297,6 +299,10 @@ def test_bad_prompt_files_fail_before_a_model_is_loaded(cli, tmp_path, monkeypat
     binary.write_bytes(b"\xff\xfe\x00")
     assert "the prompt is empty" in only_error(cli("run", "--prompt-file", empty), 2)
     assert "not UTF-8" in only_error(cli("run", "--prompt-file", binary), 2)
+    for command, option in (("run", "--prompt-file"), ("chat", "--file")):
+        binary.rename(tmp_path / "a.pdf")
+        assert "`kvsieve ask` reads PDF" in only_error(cli(command, option, tmp_path / "a.pdf"), 2)
+        (tmp_path / "a.pdf").rename(binary)
     assert "No such file" in only_error(cli("run", "--prompt-file", tmp_path / "none.txt"), 2)
     assert "cannot read" in only_error(cli("run", "--prompt-file", tmp_path), 2)
     assert "--prompt-file" in only_error(cli("run"), 2)

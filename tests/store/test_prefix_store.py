@@ -211,6 +211,17 @@ def test_a_damaged_file_is_set_aside_and_never_served(sieve, tmp_path, harm, cap
         assert store.verify() == [good.key] and store.stats().damaged == 2
 
 
+def test_other_files_in_its_directory_stay(sieve, tmp_path):
+    chat = tmp_path / "chat.kv"
+    sieve.save(sieve.prefill(prompt(1)), chat)
+    saved = chat.read_bytes()
+    with PrefixStore(tmp_path) as store:
+        put(store, sieve, prompt(2))
+    with PrefixStore(tmp_path) as store:
+        assert store.verify() == [] and len(store.nodes()) == 1 and store.stats().damaged == 0
+    assert chat.read_bytes() == saved
+
+
 def test_a_full_disk_loses_nothing(sieve, tmp_path, monkeypatch, caplog):
     full, own = threading.Event(), cache_file.write
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,6 +28,7 @@ from kvsieve.cli.options import (
     TASKS,
     GeneratedSeedOption,
     ModelArgument,
+    expanded,
     option,
 )
 from kvsieve.cli.output import (
@@ -40,6 +40,7 @@ from kvsieve.cli.output import (
     emit_json,
     print_table,
     progress_bar,
+    saved,
     say,
     show,
 )
@@ -98,7 +99,9 @@ def advise_command(
     dtype: DtypeOption = "auto",
     weights: WeightsOption = None,
     device: DeviceOption = None,
-    plot: Annotated[Path | None, option(OUTPUT, "PNG file: loss against memory and time (default: none)")] = None,
+    plot: Annotated[
+        Path | None, option(OUTPUT, "PNG file: loss against memory and time (default: none)", callback=expanded)
+    ] = None,
     wide: WideOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -112,7 +115,6 @@ def advise_command(
     shares = budgets_of(budgets)
     parts = parse_parts(codec, rest, prefill)
     if plot is not None:
-        plot = Path(os.path.expanduser(plot))
         check_writable("--plot", plot)
         require_matplotlib()
     options = AdviceOptions(
@@ -150,17 +152,18 @@ def advise_command(
             progress=progress,
             announce=partial(_announce, options.context),
         )
+    drawn = True
     if plot is not None:
         from kvsieve.lab.advise.plot import frontier_png
 
-        plot.write_bytes(frontier_png(found))
+        drawn = saved("--plot", plot, frontier_png(found))
     if as_json:
         emit_json(found.to_dict())
     else:
         print_advice(found, model, wide)
-        if plot is not None:
+        if plot is not None and drawn:
             show(f"the picture is in {plot}")
-    if found.choice is None:
+    if found.choice is None or not drawn:
         raise typer.Exit(1)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,12 +32,12 @@ from kvsieve.cli.options import (
     SystemOption,
     option,
 )
-from kvsieve.cli.output import JsonOption, check_writable, emit_json, prefill_progress, print_table, say, show
-from kvsieve.cli.prompts import read_text
+from kvsieve.cli.output import JsonOption, check_writable, emit_json, prefill_progress, print_table, saved, say, show
+from kvsieve.cli.prompts import check_system, read_text
 from kvsieve.cli.run_tables import as_full
 from kvsieve.cli.specs import BudgetOption, MethodRun, compared_methods, make_run
 from kvsieve.cli.store import StoreOption, check_store, check_stored_plans, opened_store
-from kvsieve.errors import InputError, KvsieveError
+from kvsieve.errors import InputError
 from kvsieve.report.display import mebibytes
 
 if TYPE_CHECKING:
@@ -83,6 +82,7 @@ def ask_command(
     """
     check_loading(dtype, device)
     check_least(1, max_new_tokens=max_new_tokens, chunk=chunk)
+    check_system(system)
     asked = given_questions(question, questions)
     runs = runs_of(methods, budget)
     for file, name in (("--csv", csv_file), ("--html", html_file)):
@@ -113,16 +113,21 @@ def ask_command(
         "prefill_s": asker.prefill_s,
         **results(asked, answers),
     }
-    if csv_file is not None:
-        write(csv_file, as_csv(report), "--csv")
-    if html_file is not None:
-        write(html_file, as_html(report), "--html")
+    written = True
+    for file, name, text in (("--csv", csv_file, as_csv), ("--html", html_file, as_html)):
+        if name is not None:
+            if saved(file, name, text(report)):
+                say(f"written: {name}")
+            else:
+                written = False
     if as_json:
         from kvsieve.report.environment import environment
 
         emit_json({**report, "environment": environment(loaded)})
-        return
-    print_results(report)
+    else:
+        print_results(report)
+    if not written:
+        raise typer.Exit(1)
 
 
 def given_questions(question: Sequence[str] | None, file: str | None) -> list[str]:
@@ -144,14 +149,6 @@ def runs_of(methods: str, budget: str | None) -> list[MethodRun]:
     full = next((run for run in runs if run.name == "full"), None) or make_run("full")
     found = {run.label: run for run in (full, *runs)}
     return list(found.values())
-
-
-def write(name: str, text: str, option: str) -> None:
-    try:
-        Path(os.path.expanduser(name)).write_text(text, encoding="utf-8", newline="")
-    except OSError as error:
-        raise KvsieveError(f"cannot write {option} {name!r}: {error.strerror or error}") from error
-    say(f"written: {name}")
 
 
 def ask_all(asker: Asker, questions: Sequence[str], quiet: bool) -> list[DocumentAnswer]:

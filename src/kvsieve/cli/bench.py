@@ -32,6 +32,7 @@ from kvsieve.cli.options import (
     MarkdownOption,
     ModelArgument,
     WholeChunkOption,
+    expanded,
     option,
 )
 from kvsieve.cli.output import JsonOption, WideOption, check_folder, check_writable, say
@@ -102,10 +103,15 @@ def bench_command(
     server: ServerOption = None,
     clients: Annotated[str, option(SERVER, "Concurrent requests to --server: a number or a list")] = "1,8",
     extra: ExtraOption = None,
-    out: Annotated[Path | None, option(OUTPUT, "JSON report, written after every round (default: none)")] = None,
-    plots: Annotated[Path | None, option(OUTPUT, "Directory for plots; needs matplotlib (default: none)")] = None,
+    out: Annotated[
+        Path | None, option(OUTPUT, "JSON report, written after every round (default: none)", callback=expanded)
+    ] = None,
+    plots: Annotated[
+        Path | None, option(OUTPUT, "Directory for plots; needs matplotlib (default: none)", callback=expanded)
+    ] = None,
     show: Annotated[
-        Path | None, option(OUTPUT, "Saved report to print and plot, without measuring (default: none)")
+        Path | None,
+        option(OUTPUT, "Saved report to print and plot, without measuring (default: none)", callback=expanded),
     ] = None,
     markdown: MarkdownOption = False,
     wide: WideOption = False,

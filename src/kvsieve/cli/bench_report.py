@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from kvsieve.cli.output import NARROW, WIDE, emit_json, print_table, say, show
 from kvsieve.errors import InputError
 from kvsieve.report.tables import markdown_table
@@ -24,18 +26,35 @@ def read_report(path: Path) -> dict[str, Any]:
 
 def print_report(report: dict[str, Any], plots: Path | None, markdown: bool, as_json: bool, wide: bool = False) -> None:
     """Print a report as tables, Markdown or JSON, and draw it into the directory `plots`; wide: all columns."""
-    from kvsieve.lab.bench.tables import closing, notes, tables
+    from kvsieve.lab.bench.tables import notes
 
-    if plots is not None:
-        from kvsieve.lab.bench.plots import draw
-
-        for file in draw(report, plots):
-            say(f"drew {file}")
+    drawn = plots is None or _draw(report, plots)
     for note in notes(report):
         say(f"note: {note}")
     if as_json:
         emit_json(report)
-        return
+    else:
+        _print(report, markdown, wide)
+    if not drawn:
+        raise typer.Exit(1)
+
+
+def _draw(report: dict[str, Any], plots: Path) -> bool:
+    """Draw a report; print why that failed and return False, so that its tables are still printed."""
+    from kvsieve.lab.bench.plots import draw
+
+    try:
+        for file in draw(report, plots):
+            say(f"drew {file}")
+    except OSError as error:
+        say(f"error: cannot write into --plots {str(plots)!r}: {error.strerror or error}")
+        return False
+    return True
+
+
+def _print(report: dict[str, Any], markdown: bool, wide: bool) -> None:
+    from kvsieve.lab.bench.tables import closing, tables
+
     if report["rates"] is not None:
         bandwidth = report["rates"]["bandwidth_gb_per_s"]
         matmul = report["rates"]["matmul_tflops"]

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 from kvsieve.cli.evaluate import names_of
 from kvsieve.cli.loading import (
     DeviceOption,
@@ -22,8 +24,8 @@ from kvsieve.cli.loading import (
     load_model,
     refuse_text,
 )
-from kvsieve.cli.options import MEASUREMENT, OUTPUT, TASKS, GeneratedSeedOption, ModelArgument, option
-from kvsieve.cli.output import JsonOption, check_writable, emit_json, print_table, progress_bar, say, show
+from kvsieve.cli.options import MEASUREMENT, OUTPUT, TASKS, GeneratedSeedOption, ModelArgument, expanded, option
+from kvsieve.cli.output import JsonOption, check_writable, emit_json, print_table, progress_bar, saved, say, show
 from kvsieve.errors import InputError
 from kvsieve.lab.calibrate.options import Options
 from kvsieve.planning.quantities import format_seconds, parse_lengths
@@ -64,9 +66,14 @@ def calibrate_command(
     weights: WeightsOption = None,
     device: DeviceOption = None,
     out: Annotated[
-        Path | None, option(OUTPUT, "Profile to write, replacing an old one (default: where kvsieve looks for it)")
+        Path | None,
+        option(
+            OUTPUT, "Profile to write, replacing an old one (default: where kvsieve looks for it)", callback=expanded
+        ),
     ] = None,
-    plot: Annotated[Path | None, option(OUTPUT, "PNG file: distances of all layers (default: none)")] = None,
+    plot: Annotated[
+        Path | None, option(OUTPUT, "PNG file: distances of all layers (default: none)", callback=expanded)
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Calibrate a model: TSP layer, window, kernel, ASL's threshold, retrieval heads and Q-Filters."""
@@ -76,7 +83,6 @@ def calibrate_command(
     check_least(1, prompts=prompts)
     read = None if text is None else _text(text)
     # A file that cannot be written should fail before minutes of work.
-    out, plot = (None if path is None else Path(os.path.expanduser(path)) for path in (out, plot))
     check_writable("--out", out)
     check_writable("--plot", plot)
     check_model_name(model, weights)
@@ -117,16 +123,19 @@ def calibrate_command(
     else:
         file = out
         profile.save(file)
+    drawn = True
     if plot is not None and "tsp" in profile.measured:
         from kvsieve.lab.calibrate.plot import distances_png
 
-        plot.write_bytes(distances_png(profile))
+        drawn = saved("--plot", plot, distances_png(profile))
     if as_json:
         arrays = ("heads", "q_filters", "q_centres", "head_budgets", "entropies")
         emit_json({name: value for name, value in profile.to_dict().items() if name not in arrays} | {"out": str(file)})
-        return
-    print_profile(profile)
-    _print_use(profile, file, out is None, (model, dtype, device))
+    else:
+        print_profile(profile)
+        _print_use(profile, file, out is None, (model, dtype, device))
+    if not drawn:
+        raise typer.Exit(1)
 
 
 def _print_use(profile: Profile, file: Path, found: bool, given: tuple[str | None, str, str | None]) -> None:

@@ -37,7 +37,7 @@ from kvsieve.cli.options import (
     option,
 )
 from kvsieve.cli.output import WideOption, check_writable
-from kvsieve.cli.prompts import read_prompt
+from kvsieve.cli.prompts import check_system, read_prompt
 from kvsieve.cli.run import parse_protect, parse_sampling
 from kvsieve.cli.specs import (
     BudgetOption,
@@ -101,8 +101,7 @@ def chat_command(
     check_least(1, max_new_tokens=max_new_tokens, chunk=chunk)
     check_memory(memory, store)
     sampling = parse_sampling(temperature, None, None, seed)
-    if system is not None and not system.strip():
-        raise InputError("--system is empty; leave it out, or write a system prompt")
+    check_system(system)
     load, save = (None if name is None else os.path.expanduser(name) for name in (load, save))
     if load is not None:
         _check_load(load, system, method, (budget, settings, profile, codec, rest, prefill))

@@ -31,6 +31,7 @@ from kvsieve.cli.options import (
     GeneratedSeedOption,
     ModelArgument,
     WholeChunkOption,
+    expanded,
     option,
 )
 from kvsieve.cli.output import JsonOption, check_folder, emit_json, progress_bar, show
@@ -143,7 +144,7 @@ def eval_command(
     server: ServerOption = None,
     clients: Annotated[str, option(SERVER, "Concurrent requests to --server")] = "4",
     extra: ExtraOption = None,
-    out: Annotated[Path, option(OUTPUT, "Results directory")] = ...,  # type: ignore[assignment]
+    out: Annotated[Path, option(OUTPUT, "Results directory", callback=expanded)] = ...,  # type: ignore[assignment]
     resume: Annotated[bool, option(OUTPUT, "Continue or extend the results in --out", "--resume")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -184,7 +185,7 @@ def eval_command(
 
     run = _identity(context, grid, drafts)
     # Opened before the model is loaded, so that an unwritable directory fails fast.
-    with writing(Path(os.path.expanduser(out)), run, resume=resume) as writer:
+    with writing(out, run, resume=resume) as writer:
         loaded, tokenizer = load_model(model, dtype, device, weights)
         grid = replace(grid, settings=on_model(grid.settings, loaded, tokenizer))
         warn_unlike(grid.settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvsieve.cli.output import check_writable, show
-from kvsieve.errors import InputError, KvsieveError
+from kvsieve.errors import InputError
 
 if TYPE_CHECKING:
     from kvsieve.hf.kept_tokens.kept import Kept
@@ -33,14 +32,6 @@ def check_kept(page: str | None, find: Sequence[str] | None, prompts_file: str |
         raise InputError(f"--show is a file that ends in .html, or - for the terminal, got {page!r}")
     check_writable("--show", page)
     return texts
-
-
-def write_page(kept: Kept, page: str, texts: Sequence[str]) -> None:
-    """Write the page of one run, opened at the first text. Raises KvsieveError."""
-    try:
-        Path(os.path.expanduser(page)).write_text(kept.to_html(texts[0] if texts else ""), encoding="utf-8")
-    except OSError as error:
-        raise KvsieveError(f"cannot write --show {page!r}: {error.strerror or error}") from error
 
 
 def found_json(kept: Kept | None, texts: Sequence[str]) -> dict[str, Any]:

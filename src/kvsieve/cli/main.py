@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import json
 import os
 import sys
 import traceback
@@ -28,7 +30,7 @@ from kvsieve.cli import (
     serve,
 )
 from kvsieve.cli.options import examples
-from kvsieve.cli.output import emit_json, one_line, printed_warnings
+from kvsieve.cli.output import one_line, printed_warnings
 from kvsieve.cli.store import store_app
 from kvsieve.errors import InputError, KvsieveError, PlanError, short
 from kvsieve.version import __version__
@@ -43,6 +45,8 @@ app = typer.Typer(
 _USE = "Use"
 _MEASURE = "Measure"
 _LOOK_UP = "Look up"
+# Of torch's error, a RuntimeError, where a CPU's memory is full.
+_FULL = "can't allocate memory"
 
 
 def _add(panel: str, name: str, command: Callable[..., Any], *lines: str) -> None:
@@ -129,9 +133,20 @@ def run_cli(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     wanted = [word for word in words if word != "--debug"]
     debug = len(wanted) < len(words) or os.environ.get("KVSIEVE_DEBUG", "") not in ("", "0")
+    _complete_streams()
     with printed_warnings(debug):
         code = _run(wanted, debug)
     sys.exit(code)
+
+
+def _complete_streams() -> None:
+    """Open closed standard streams as the null device, and escape characters that the terminal's encoding lacks."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = vars(sys)[name]
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _check_text(arguments: Sequence[str]) -> None:
@@ -155,12 +170,20 @@ def _run(arguments: list[str], debug: bool) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output has closed it; without this Python would complain again at exit.
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
         return _report(error, "--json" in arguments, debug)
+    finally:
+        _give_up_output()
+
+
+def _give_up_output() -> None:
+    """Drop output that nobody reads, or that a full disk does not take; Python would complain of it at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report(error: Exception, as_json: bool, debug: bool) -> int:
@@ -169,7 +192,9 @@ def _report(error: Exception, as_json: bool, debug: bool) -> int:
     message, code = _describe(error)
     print(f"error: {message}", file=sys.stderr)
     if as_json:
-        emit_json({"error": message})
+        # In one line, since some commands print one for each answer.
+        with contextlib.suppress(OSError):
+            print(json.dumps({"error": message}))
     return code
 
 
@@ -182,6 +207,8 @@ def _describe(error: Exception) -> tuple[str, int]:
         return one_line(error), 1
     if isinstance(error, OverflowError):
         return f"a number that was given is too large to count with ({one_line(error)}); give a smaller one", 2
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or _FULL in str(error):
+        return f"out of memory: {one_line(error)}; give a smaller --chunk or --batch, a codec, or a shorter prompt", 1
     return f"unexpected {type(error).__name__}: {one_line(error)} (--debug shows where)", 1
 
 

@@ -27,7 +27,7 @@ def _piped_lines() -> Iterator[str]:
         for number, line in enumerate(sys.stdin):
             yield (line if number else line.removeprefix(BYTE_ORDER_MARK)).rstrip("\r\n")
     except UnicodeDecodeError as error:
-        raise InputError(f"stdin is not UTF-8 text (byte {error.start})") from error
+        raise InputError(f"stdin is not UTF-8 text (byte {error.start}); send it as that") from error
 
 
 def typed_messages() -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 import typer
@@ -48,6 +49,13 @@ def memory(value: object) -> int:
         return parse_bytes(str(value))
     except KvsieveError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def expanded(path: Any) -> Any:
+    """Return a path, paths or None with ~ expanded, which shells leave as it is in ``--option=~/path``."""
+    if isinstance(path, (list, tuple)):
+        return [expanded(each) for each in path]
+    return None if path is None else type(path)(os.path.expanduser(path))
 
 
 def options_given(context: typer.Context) -> set[str]:

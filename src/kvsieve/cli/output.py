@@ -43,6 +43,16 @@ def check_folder(option: str, name: str | os.PathLike[str] | None) -> None:
         raise InputError(f"{option} {os.fspath(name)!r} is a file; name a directory")
 
 
+def saved(option: str, name: str | os.PathLike[str], data: str | bytes) -> bool:
+    """Write a file beside results; print why that failed and return False, so that the results are still printed."""
+    try:
+        Path(os.path.expanduser(name)).write_bytes(data if isinstance(data, bytes) else data.encode())
+    except OSError as error:
+        say(f"error: cannot write {option} {os.fspath(name)!r}: {error.strerror or error}")
+        return False
+    return True
+
+
 def emit_json(data: Any) -> None:
     print(json.dumps(data, indent=2, default=str))
 

@@ -58,6 +58,9 @@ def given_prompts(
         raise InputError(
             f"give one of --prompt TEXT, --prompt-file FILE, --prompts-file FILE and --documents FILES, got {got}"
         )
+    if question is not None and not question.strip():
+        raise InputError("--question is empty; write the question, or leave it out")
+    check_system(system)
     if documents:
         check_characters("--question", question or "")
         return [TextPrompt(question or "", system, documents=tuple(documents))]
@@ -69,6 +72,11 @@ def given_prompts(
     if not text.strip():
         raise InputError("the prompt is empty: --prompt has no text; write some there")
     return [TextPrompt(_asked(text, question, "--prompt"), system)]
+
+
+def check_system(system: str | None) -> None:
+    if system is not None and not system.strip():
+        raise InputError("--system is empty; leave it out, or write a system prompt")
 
 
 def read_prompt(name: str, question: str | None) -> str:
@@ -122,7 +130,10 @@ def read_text(name: str, kind: str) -> str:
     except OSError as error:
         raise InputError(f"cannot read the {kind} {name!r}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"the {kind} {name!r} is not UTF-8 text (byte {error.start})") from error
+        other = "; `kvsieve ask` reads PDF and DOCX" if name.lower().endswith((".pdf", ".docx")) else ""
+        raise InputError(
+            f"the {kind} {name!r} is not UTF-8 text (byte {error.start}); save it as that{other}"
+        ) from error
     if not text.strip():
         what = "prompt" if kind == "prompt file" else kind
         raise InputError(f"the {what} is empty: {'stdin' if name == '-' else repr(name)} has no text; write some there")

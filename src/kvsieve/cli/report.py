@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvsieve.cli.options import OUTPUT, option
+from kvsieve.cli.options import OUTPUT, expanded, option
 from kvsieve.cli.output import NARROW, JsonOption, check_folder, check_writable, emit_json, print_table, show
 from kvsieve.errors import InputError
 
@@ -15,15 +15,20 @@ _COMPARISON = Path("comparison")
 
 
 def report_command(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Results directories of `kvsieve eval`")],
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Results directories of `kvsieve eval`", callback=expanded)
+    ],
     out: Annotated[
-        Path | None, option(OUTPUT, "Directory for a report of several DIRs (default: ./comparison)")
+        Path | None,
+        option(OUTPUT, "Directory for a report of several DIRs (default: ./comparison)", callback=expanded),
     ] = None,
     baseline: Annotated[
         str | None, option(OUTPUT, "Method, or its label, to compare with besides full KV (default: none)")
     ] = None,
     formats: Annotated[str, option(OUTPUT, "File formats of plots: png, svg or both")] = "png,svg",
-    csv: Annotated[Path | None, option(OUTPUT, "CSV file with one row per cell (default: none)")] = None,
+    csv: Annotated[
+        Path | None, option(OUTPUT, "CSV file with one row per cell (default: none)", callback=expanded)
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write report.html, tables.md and plots for one results directory, or a comparison of several to --out."""

@@ -11,7 +11,7 @@ import typer
 from kvsieve.cli.answers import Generation, check_lengths, encode, run_batches, run_methods
 from kvsieve.cli.drafts import DraftOption, parse_draft
 from kvsieve.cli.joined import DocumentsOption, JoinOption, given_documents, parse_join
-from kvsieve.cli.kept import check_kept, found_json, print_found, print_map, write_page
+from kvsieve.cli.kept import check_kept, found_json, print_found, print_map
 from kvsieve.cli.loading import (
     DecodeOption,
     DeviceOption,
@@ -39,9 +39,10 @@ from kvsieve.cli.options import (
     SettingsOption,
     SystemOption,
     TemperatureOption,
+    expanded,
     option,
 )
-from kvsieve.cli.output import JsonOption, WideOption, emit_json
+from kvsieve.cli.output import JsonOption, WideOption, emit_json, saved
 from kvsieve.cli.prompts import TextPrompt, given_prompts
 from kvsieve.cli.run_tables import print_answers, print_stats
 from kvsieve.cli.specs import (
@@ -97,7 +98,10 @@ def run_command(
     ] = None,
     seed: SeedOption = None,
     json_schema: Annotated[
-        Path | None, option(GENERATION, "JSON schema that answers match, in a file (default: none)", metavar="FILE")
+        Path | None,
+        option(
+            GENERATION, "JSON schema that answers match, in a file (default: none)", metavar="FILE", callback=expanded
+        ),
     ] = None,
     chunk: ChunkOption = 1024,
     batch: Annotated[int, option(GENERATION, "Batch size for --prompts-file")] = 8,
@@ -177,18 +181,25 @@ def run_command(
         return
     results = run_methods(loaded, tokenizer, asked[0], runs, how)
     kept = [result.pop("kept", None) for result in results]
+    written = True
     if show_kept is not None and show_kept != "-":
-        write_page(kept[-1], show_kept, texts)
+        written = saved("--show", show_kept, kept[-1].to_html(texts[0] if texts else ""))
     if as_json:
         for result, tokens in zip(results, kept, strict=True):
             result |= found_json(tokens, texts)
         emit_json(report(model, results))
-        return
+    else:
+        _print(results, kept, texts, wide)
+        if show_kept == "-":
+            print_map(kept[-1])
+    if not written:
+        raise typer.Exit(1)
+
+
+def _print(results: list[dict[str, Any]], kept: list[Any], texts: list[str], wide: bool) -> None:
     print_answers(results, "label")
     print_stats(results, "label", wide=wide)
     print_found([result["label"] for result in results], kept, texts)
-    if show_kept == "-":
-        print_map(kept[-1])
 
 
 def _within(context: typer.Context, runs: list[MethodRun], prompts: list[TextPrompt], parse_special: bool) -> Settings:

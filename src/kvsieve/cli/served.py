@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -174,9 +173,7 @@ def eval_server(
         "data": data_digests(grid.tasks),
     }
     with progress_bar() as progress:
-        return score_server(
-            grid, client, tokenizer, Path(os.path.expanduser(out)), run, clients=count, resume=resume, progress=progress
-        )
+        return score_server(grid, client, tokenizer, out, run, clients=count, resume=resume, progress=progress)
 
 
 def print_scores(report: dict[str, Any], out: Path, as_json: bool) -> None:
@@ -200,7 +197,7 @@ def print_scores(report: dict[str, Any], out: Path, as_json: bool) -> None:
 
 def _save(report: dict[str, Any], out: Path) -> None:
     try:
-        write_whole(os.path.expanduser(out), json.dumps(report, indent=1) + "\n")
+        write_whole(out, json.dumps(report, indent=1) + "\n")
     except OSError as error:
         raise InputError(f"--out {str(out)!r} cannot be written: {error.strerror}") from error
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvsieve.cli.options import CACHE, examples, option
+from kvsieve.cli.options import CACHE, examples, expanded, option
 from kvsieve.cli.output import JsonOption, check_folder, check_writable, emit_json, print_table, say, show
 from kvsieve.errors import CacheFileError, InputError
 from kvsieve.report.display import mebibytes
@@ -26,9 +26,14 @@ store_app = typer.Typer(
 )
 StoreOption = Annotated[
     str | None,
-    option(CACHE, "Prefix-cache directory: reuse stored prompt prefixes, add new ones (default: none)", metavar="DIR"),
+    option(
+        CACHE,
+        "Prefix-cache directory: reuse stored prompt prefixes, add new ones (default: none)",
+        metavar="DIR",
+        callback=expanded,
+    ),
 ]
-Place = Annotated[str, typer.Argument(metavar="DIR", help="Prefix-cache directory")]
+Place = Annotated[str, typer.Argument(metavar="DIR", help="Prefix-cache directory", callback=expanded)]
 
 
 def check_store(path: str | None, protect: list[str] | None = None) -> None:
@@ -131,7 +136,7 @@ def verify_command(path: Place) -> None:
 @store_app.command("export", epilog=examples("store export prefixes all.tar", "store export prefixes one.tar 3f2a91"))
 def export_command(
     path: Place,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="Tar file to write")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Tar file to write", callback=expanded)],
     keys: Annotated[list[str] | None, typer.Argument(help="Keys, or their first digits (default: all)")] = None,
 ) -> None:
     """Export entries of a prefix cache to a tar file."""
@@ -147,7 +152,8 @@ def export_command(
 
 @store_app.command("import", epilog=examples("store import prefixes all.tar", "store import prefixes one.tar"))
 def import_command(
-    path: Place, file: Annotated[str, typer.Argument(metavar="FILE", help="Tar file of `kvsieve store export`")]
+    path: Place,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Tar file of `kvsieve store export`", callback=expanded)],
 ) -> None:
     """Import the entries of an exported tar file."""
     check_folder("DIR", path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 from collections import ChainMap
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,7 +84,7 @@ class Directory:
     def nodes(self) -> Iterator[Node]:
         """Yield the directory's nodes, least recently used first; unreadable files are moved to ``damaged/``."""
         files = []
-        for path in self.path.glob(f"*{_SUFFIX}"):
+        for path in filter(_is_node, self.path.glob(f"*{_SUFFIX}")):
             with contextlib.suppress(OSError):
                 files.append((path.stat().st_mtime, path))
         for _, path in sorted(files):
@@ -165,6 +166,11 @@ class Directory:
             with contextlib.suppress(OSError):
                 (self.path / _ASIDE).mkdir(mode=0o700, exist_ok=True)
                 os.replace(path, self.path / _ASIDE / path.name)
+
+
+def _is_node(path: Path) -> bool:
+    """Return whether a file has a node's name; others, such as saved chats, may be in the same directory."""
+    return re.fullmatch("[0-9a-f]{32}", path.stem) is not None
 
 
 def name_of(node: Node) -> str:
