@@ -192,3 +192,10 @@ def test_compared_methods_are_told_by_their_parameters(cli, model_dir):
     table = out.split("as full", 1)[1].split()
     for label in labels:
         assert all(part in table for part in label.split(":"))
+
+
+def test_a_file_named_jsonl_has_objects(cli, model_dir, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "w1"\n{"prompt": "w2"}\n')
+    code, out, err = cli("run", model_dir, "--prompts-file", file)
+    assert code == 2 and out == "" and "line 1: expected a JSON object" in err

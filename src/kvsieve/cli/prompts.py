@@ -88,12 +88,12 @@ def read_prompts(name: str, question: str | None, system: str | None) -> list[Te
     """Return a prompt per line that is not blank: its text, or a JSON object with it as "prompt".
 
     An object may have its own "system" and "question"; other fields become the result's "extra". The first line
-    determines the format of all. Raises InputError.
+    determines the format of all; files named .jsonl have objects. Raises InputError.
     """
     lines = [
         (number, line) for number, line in enumerate(read_text(name, "prompt file").split("\n"), 1) if line.strip()
     ]
-    if not isinstance(_json(lines[0][1]), dict):
+    if not (isinstance(_json(lines[0][1]), dict) or name.lower().endswith(".jsonl")):
         return [TextPrompt(_asked(line.rstrip("\r"), question, f"{name!r}, line {n}"), system) for n, line in lines]
     return [_from_json(_json(line), question, system, f"{name!r}, line {number}") for number, line in lines]
 

@@ -6,7 +6,15 @@ import os
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvsieve.models.fetch import ModelLoadError, ModelNotFoundError, cache_dir, fetch_demo
-from kvsieve.models.source import check_weights, check_weights_form, checkpoint_source, keeps_blocks, load_error
+from kvsieve.models.source import (
+    CHECKED,
+    check_complete,
+    check_weights,
+    check_weights_form,
+    checkpoint_source,
+    keeps_blocks,
+    load_error,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -106,9 +114,10 @@ def _load_any(name: str, dtype: torch.dtype | str, images: bool) -> tuple[PreTra
         auto: Any = AutoModelForCausalLM
         if _reads_images(source, options, images):
             auto = AutoModelForImageTextToText
-        model = auto.from_pretrained(source, dtype=dtype, **options)
+        model, info = auto.from_pretrained(source, dtype=dtype, **CHECKED, **options)
     except Exception as exc:
         raise load_error(f"cannot load {name!r}", options, exc) from exc
+    check_complete(name, model, info)
     _prepare(tokenizer)
     return model.eval(), tokenizer
 

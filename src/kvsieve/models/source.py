@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +58,43 @@ _FILES = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model")
 
 
 def check_weights(name: str) -> None:
-    """Raise ModelLoadError for a directory with unreadable files, which transformers calls missing."""
+    """Raise ModelLoadError for a directory with unreadable files, which transformers calls missing or ignores."""
     folder = Path(os.path.expanduser(name))
     for file in sorted(path for kind in _FILES for path in folder.glob(kind)):
         if reason := unreadable(file):
             raise ModelLoadError(f"cannot load {name!r} from its directory: {file.name} cannot be read ({reason})")
+    settings = folder / "generation_config.json"
+    if settings.is_file():
+        try:
+            json.loads(settings.read_bytes())
+        except ValueError as error:
+            raise ModelLoadError(
+                f"cannot load {name!r} from its directory: {settings.name} is not JSON ({error}); mend or delete it"
+            ) from error
+
+
+# Arguments of `from_pretrained` with which it returns what `check_complete` checks.
+CHECKED: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+
+
+def check_complete(name: str, model: Any, info: Mapping[str, Any]) -> None:
+    """Raise ModelLoadError for a checkpoint without all weights of its model: transformers makes random ones.
+
+    info: from `from_pretrained` with `CHECKED`.
+    """
+    parameters = {key for key, _ in model.named_parameters()}
+    missing = sorted(parameters.intersection(info["missing_keys"]))
+    if other := sorted(info["mismatched_keys"]):
+        key, got, expected = other[0]
+        raise ModelLoadError(
+            f"cannot load {name!r}: {key} has shape {list(got)}, and config.json expects {list(expected)}; use the "
+            "files of one checkpoint"
+        )
+    if missing:
+        raise ModelLoadError(
+            f"cannot load {name!r}: the checkpoint has no {missing[0]} ({len(missing)} such): it is not complete, or "
+            "of another config.json"
+        )
 
 
 def _gguf_source(name: str) -> tuple[str, dict[str, Any]]:
@@ -141,7 +175,9 @@ def load_error(what: str, options: dict[str, Any], error: Exception) -> ModelLoa
     """
     from huggingface_hub import errors
 
-    cause = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    # Some messages have a heading first.
+    cause = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
     if "gguf_file" in options:
         return ModelLoadError(f"{what} from its GGUF file: {cause}")
     if options["local_files_only"]:

@@ -15,7 +15,7 @@ from kvsieve.models.gguf.config import expanded_config, make_config, read_settin
 from kvsieve.models.gguf.file import GgufFile
 from kvsieve.models.gguf.filling import Filling
 from kvsieve.models.gguf.tokenizer import generation_of, tokenizer_of
-from kvsieve.models.source import load_error
+from kvsieve.models.source import CHECKED, check_complete, load_error
 
 
 def load_blocks(path: str | os.PathLike[str], dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -69,13 +69,14 @@ def load_expanded(
     tokenizer = tokenizer_of(file)
     options: dict[str, Any] = {"local_files_only": True, "gguf_file": file.path.name, **_dequantizing()}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            file.path.parent, config=expanded_config(file), dtype=dtype, **options
+        model, info = AutoModelForCausalLM.from_pretrained(
+            file.path.parent, config=expanded_config(file), dtype=dtype, **CHECKED, **options
         )
     except ModelLoadError:
         raise
     except Exception as error:
         raise load_error(f"cannot load {os.fspath(path)!r}", options, error) from error
+    check_complete(os.fspath(path), model, info)
     # Not only its folder, where other models can be.
     model.config.name_or_path = model.name_or_path = os.fspath(file.path)
     model.generation_config = generation_of(file, tokenizer)
