@@ -286,6 +286,8 @@ def test_a_prompt_shorter_than_the_window_warns_and_says_it_did_not_run(cli, mod
         (["--system", ""], ["--system is empty"]),
         (["--chunk", "many"], ["--chunk", "tokens such as 7500 or 8k", "'many'"]),
         (["--colour"], ["--colour"]),
+        (["--model", "x"], ["No such option: --model", "`kvsieve chat MODEL`"]),
+        (["--draft", "lookp"], ["'lookp'", "did you mean 'lookup'?"]),
     ],
 )
 def test_bad_options_fail_before_a_model_is_loaded(cli, model_dir, prompt_file, monkeypatch, options, told):
@@ -355,6 +357,16 @@ def test_unexpected_errors_have_a_traceback_only_on_request(monkeypatch, capsys)
         err = capsys.readouterr().err
         assert left.value.code == 1 and ("Traceback" in err) == shown
         assert "error: unexpected ZeroDivisionError: division by zero" in err
+
+
+def test_the_store_alone_shows_its_commands(cli):
+    code, out, err = cli("store")
+    assert code == 0 and err == "" and "verify" in out
+
+
+def test_a_report_without_its_facts_is_named(cli, tmp_path):
+    (tmp_path / "r.json").write_text('{"lengths": {}, "batch": 1, "contenders": {}}')
+    assert "`kvsieve bench --out` wrote" in only_error(cli("bench", "--show", tmp_path / "r.json"), 2)
 
 
 def test_an_interrupt_exits_with_130(monkeypatch, cli):

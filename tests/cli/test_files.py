@@ -85,7 +85,8 @@ def test_results_are_printed_though_a_file_beside_them_cannot_be_written(
         given += [document, "--model", model_dir, "--question", "w1", "--methods", "full", *more, page]
     else:
         report = tmp_path / "report.json"
-        report.write_text(json.dumps({"lengths": {}, "batch": 1, "contenders": {}, "rates": None}))
+        keys = {"model": "a", "dtype": "float32", "device": "cpu", "batch": 1, "new_tokens": 2, "rates": None}
+        report.write_text(json.dumps({**keys, "lengths": {}, "contenders": {}}))
         given = ["--show", report, "--plots", tmp_path / "plots"]
         monkeypatch.setattr("kvsieve.report.plot_style.require_matplotlib", lambda: None)
         monkeypatch.setattr("kvsieve.lab.bench.plots.draw", lambda *given: FULL.write_text("a"))

@@ -254,7 +254,9 @@ def test_one_process_writes_and_others_read(sieve, tmp_path):
     with PrefixStore(tmp_path) as store:
         put(store, sieve, ids)
         store.flush()
-        with pytest.raises(InputError, match=r"in use by process \d+, and only one may write.*read_only=True"):
+        with pytest.raises(
+            InputError, match=r"^the store at .* in use by process \d+, and only one .*read_only=True\)$"
+        ):
             PrefixStore(tmp_path)
         with PrefixStore(tmp_path, read_only=True) as reader:
             assert reader.find(sieve, longer(ids)[0]).from_disk

@@ -13,13 +13,16 @@ from kvsieve.errors import InputError
 from kvsieve.report.tables import markdown_table
 from kvsieve.text import markdown_text
 
+# Of every report; "lengths" has the measurements.
+_KEYS = {"model", "dtype", "device", "batch", "new_tokens", "contenders", "rates", "lengths"}
+
 
 def read_report(path: Path) -> dict[str, Any]:
     try:
         report = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"--show cannot read {str(path)!r}: {error}") from error
-    if not isinstance(report, dict) or not {"lengths", "batch", "contenders"} <= set(report):
+    if not isinstance(report, dict) or not set(report) >= _KEYS:
         raise InputError(f"--show expects a report that `kvsieve bench --out` wrote, got {str(path)!r}")
     return report
 

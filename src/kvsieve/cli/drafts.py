@@ -6,9 +6,10 @@ from typing import Annotated
 
 from kvsieve.cli.loading import check_model_name
 from kvsieve.cli.options import GENERATION, option
-from kvsieve.errors import InputError
+from kvsieve.errors import InputError, KvsieveError
 from kvsieve.planning.drafts import Draft, as_draft
 from kvsieve.planning.named import plan
+from kvsieve.planning.suggestions import did_you_mean
 
 DraftOption = Annotated[
     str | None,
@@ -38,5 +39,12 @@ def parse_draft(text: str | None, memory: int | None = None) -> Draft | None:
     if draft.view is not None:
         plan(draft.view)
     if isinstance(draft.model, str) and draft.model != "demo":
-        check_model_name(draft.model)
+        try:
+            check_model_name(draft.model)
+        except KvsieveError as error:
+            if meant := did_you_mean(draft.model, ["lookup", "self", "demo"], None):
+                raise InputError(
+                    f"--draft is lookup, self:PLAN, demo or a model, got {draft.model!r}{meant}"
+                ) from error
+            raise
     return draft

@@ -45,6 +45,8 @@ app = typer.Typer(
 _USE = "Use"
 _MEASURE = "Measure"
 _LOOK_UP = "Look up"
+# Of typer's error for `--model`, an option of `kvsieve ask` only.
+_NO_MODEL = "No such option: --model"
 # Of torch's error, a RuntimeError, where a CPU's memory is full.
 _FULL = "can't allocate memory"
 
@@ -200,7 +202,9 @@ def _report(error: Exception, as_json: bool, debug: bool) -> int:
 
 def _describe(error: Exception) -> tuple[str, int]:
     if hasattr(error, "format_message"):  # typer's own; which class depends on typer's version
-        return one_line(error.format_message()), getattr(error, "exit_code", 2)
+        message = one_line(error.format_message())
+        hint = "; the model is an argument, as in `kvsieve chat MODEL`" if _NO_MODEL in message else ""
+        return message + hint, getattr(error, "exit_code", 2)
     if isinstance(error, (PlanError, InputError)):
         return one_line(error), 2
     if isinstance(error, (KvsieveError, OSError)):

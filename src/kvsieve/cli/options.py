@@ -54,7 +54,7 @@ def memory(value: object) -> int:
 def expanded(path: Any) -> Any:
     """Return a path, paths or None with ~ expanded, which shells leave as it is in ``--option=~/path``."""
     if isinstance(path, (list, tuple)):
-        return [expanded(each) for each in path]
+        return [expanded(part) for part in path]
     return None if path is None else type(path)(os.path.expanduser(path))
 
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 store_app = typer.Typer(
     help="Prefix cache on disk: list, verify, delete, export and import its entries (docs/chats.md).",
     epilog=examples("store ls prefixes", "store verify prefixes"),
-    no_args_is_help=True,
 )
 StoreOption = Annotated[
     str | None,
@@ -57,6 +56,12 @@ def check_stored_plans(path: str | None, plans: Iterable[Plan]) -> None:
         from kvsieve.hf.reuse import check_plans
 
         check_plans(plans)
+
+
+@store_app.callback(invoke_without_command=True)
+def _show_help(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @contextlib.contextmanager

@@ -44,6 +44,8 @@ class Directory:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = self._locked()
+        except InputError:
+            raise
         # A name with a null character is a ValueError.
         except (OSError, ValueError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or error

@@ -48,7 +48,8 @@ class ResultsWriter:
         self.folder = folder
         # Before writing into a folder that may have other files.
         self._check(resume)
-        folder.mkdir(parents=True, exist_ok=True)
+        with _named_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(folder)
         try:
             self._open(run, resume)
@@ -76,6 +77,7 @@ class ResultsWriter:
         self.run["environments"] = [*self.run["environments"], environment()]
         self.env = len(self.run["environments"]) - 1
         self._before = float(self.run["seconds"])
+        self._is_new = not known
         self.save(0.0)
         self.samples = _Lines(self.folder / "samples.jsonl", SAMPLE_FIELDS, SAMPLE_KEY)
         self.costs = _Lines(self.folder / "costs.jsonl", COST_FIELDS, COST_KEY)
@@ -138,6 +140,12 @@ class ResultsWriter:
     def lap(self) -> None:
         """Keep the time saved so far; the next `save` adds to it."""
         self._before = float(self.run["seconds"])
+
+    def withdraw(self) -> None:
+        """Delete run.json if this run made it and has no rows, so that a corrected run may take the directory."""
+        if self._is_new and not self.samples.done and not self.costs.done:
+            with contextlib.suppress(OSError):
+                (self.folder / "run.json").unlink()
 
     def close(self) -> None:
         """Unlock the directory. The lock file stays: waiting processes must open the same one."""
@@ -286,5 +294,8 @@ def writing(folder: Path, run: Row, *, resume: bool) -> Iterator[ResultsWriter]:
     try:
         yield writer
         writer.pack()
+    except BaseException:
+        writer.withdraw()
+        raise
     finally:
         writer.close()
