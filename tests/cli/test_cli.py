@@ -374,7 +374,23 @@ def test_an_interrupt_exits_with_130(monkeypatch, cli):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(methods_table, "list_methods", interrupt)
-    assert cli("methods")[0] == 130
+    code, _, err = cli("methods")
+    assert code == 130 and err == "interrupted\n"
+
+
+def test_an_interrupt_while_the_command_is_imported_exits_with_130(monkeypatch, capsys):
+    from kvsieve.__main__ import main
+
+    class Interrupting:
+        def find_spec(self, name, path=None, target=None):
+            if name == "kvsieve.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "kvsieve.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 130 and capsys.readouterr().err == "interrupted\n"
 
 
 @pytest.mark.parametrize(

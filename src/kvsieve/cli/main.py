@@ -45,6 +45,8 @@ app = typer.Typer(
 _USE = "Use"
 _MEASURE = "Measure"
 _LOOK_UP = "Look up"
+# Exit code of a command that Ctrl-C ended.
+_INTERRUPTED = 130
 # Of typer's error for `--model`, an option of `kvsieve ask` only.
 _NO_MODEL = "No such option: --model"
 # Of torch's error, a RuntimeError, where a CPU's memory is full.
@@ -167,10 +169,12 @@ def _run(arguments: list[str], debug: bool) -> int:
         _check_text(arguments)
         result = app(args=arguments, prog_name="kvsieve", standalone_mode=False)
         sys.stdout.flush()
+        if result == _INTERRUPTED:  # as some releases of typer return it
+            raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
-        return 130
+        return _INTERRUPTED
     except BrokenPipeError:
         return 1
     except Exception as error:

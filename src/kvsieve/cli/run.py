@@ -189,17 +189,17 @@ def run_command(
             result |= found_json(tokens, texts)
         emit_json(report(model, results))
     else:
-        _print(results, kept, texts, wide)
-        if show_kept == "-":
-            print_map(kept[-1])
+        _print(results, kept, texts, wide, mapped=show_kept == "-")
     if not written:
         raise typer.Exit(1)
 
 
-def _print(results: list[dict[str, Any]], kept: list[Any], texts: list[str], wide: bool) -> None:
+def _print(results: list[dict[str, Any]], kept: list[Any], texts: list[str], wide: bool, *, mapped: bool) -> None:
     print_answers(results, "label")
     print_stats(results, "label", wide=wide)
     print_found([result["label"] for result in results], kept, texts)
+    if mapped:
+        print_map(kept[-1])
 
 
 def _within(context: typer.Context, runs: list[MethodRun], prompts: list[TextPrompt], parse_special: bool) -> Settings:
