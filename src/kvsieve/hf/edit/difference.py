@@ -8,17 +8,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Tokens of a run that both conversations have once each, by which pieces are found.
+# Tokens of a run that both conversations have once each, by which pieces are found: a reused piece has no fewer,
+# except the common beginning and the common end.
 _ANCHOR = 8
 
 
-def pieces_between(old: Tensor, new: Tensor, least: int = _ANCHOR) -> list[tuple[int, int] | Tensor]:
+def pieces_between(old: Tensor, new: Tensor) -> list[tuple[int, int] | Tensor]:
     """Return the pieces of `old`, half-open spans in ascending order, and the new tokens that together are `new`.
 
     Args:
         old: int64 [N].
         new: int64 [M].
-        least: fewest tokens of a reused piece between the common beginning and the common end.
     """
     before: list[int] = old.tolist()
     after: list[int] = new.tolist()
@@ -26,7 +26,7 @@ def pieces_between(old: Tensor, new: Tensor, least: int = _ANCHOR) -> list[tuple
     limit = min(len(before), len(after)) - start
     end = _common(before[::-1][:limit], after[::-1][:limit])
     blocks = [(0, 0, start)]
-    blocks += _anchored(before, after, start, len(before) - end, len(after) - end, least)
+    blocks += _anchored(before, after, start, len(before) - end, len(after) - end)
     blocks += [(len(before) - end, len(after) - end, end)]
     pieces: list[tuple[int, int] | Tensor] = []
     at = 0
@@ -46,11 +46,11 @@ def _common(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def _anchored(
-    before: list[int], after: list[int], start: int, before_end: int, after_end: int, least: int
+    before: list[int], after: list[int], start: int, before_end: int, after_end: int
 ) -> list[tuple[int, int, int]]:
     """Return common runs between the beginning and the end, ascending in both: (place, place after, tokens)."""
-    olds = _unique(before, start, before_end, least)
-    news = _unique(after, start, after_end, least)
+    olds = _unique(before, start, before_end)
+    news = _unique(after, start, after_end)
     pairs = sorted((place, olds[gram]) for gram, place in news.items() if gram in olds)
     found: list[tuple[int, int, int]] = []
     for target, source in _ascending(pairs):
@@ -72,11 +72,11 @@ def _anchored(
     return found
 
 
-def _unique(tokens: list[int], start: int, end: int, size: int) -> dict[tuple[int, ...], int]:
-    """Return the places of runs of `size` tokens that occur once."""
+def _unique(tokens: list[int], start: int, end: int) -> dict[tuple[int, ...], int]:
+    """Return the places of runs of `_ANCHOR` tokens that occur once."""
     places: dict[tuple[int, ...], int] = {}
-    for place in range(start, end - size + 1):
-        gram = tuple(tokens[place : place + size])
+    for place in range(start, end - _ANCHOR + 1):
+        gram = tuple(tokens[place : place + _ANCHOR])
         places[gram] = -1 if gram in places else place
     return {gram: place for gram, place in places.items() if place >= 0}
 

@@ -82,7 +82,7 @@ def _attend(
     query, key, value = given
     kwargs = dict(kwargs)
     cache = session.cache
-    index, layer = _layer_of(cache, module, key)
+    index, layer = _layer_of(cache, module)
     who = f"layer {index} ({type(module).__name__})"
     own = layer if layer.source is None else cache.all_layers[layer.source]
     if own.window is not None and kwargs.get("sliding_window") == own.window.span:
@@ -143,7 +143,7 @@ def _check_dtype(store: LayerMemory, key: Tensor) -> None:
         )
 
 
-def _layer_of(cache: SieveCache, module: torch.nn.Module, key: Tensor) -> tuple[int, CacheLayer]:
+def _layer_of(cache: SieveCache, module: torch.nn.Module) -> tuple[int, CacheLayer]:
     """Return the attending layer, found by its staged keys, or by its module's index if it has none."""
     layer: Any = cache.layers[cache.updated]
     if isinstance(layer, StoreLayer) and layer.staged is not None:

@@ -273,16 +273,13 @@ def true_rows(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
     return [row[real].tolist() for row, real in zip(ids, mask.bool().to(ids.device), strict=True)]
 
 
-def taken_draft(
-    model: Any, draft: Any, options: Mapping[str, Any], config: GenerationConfig | None = None
-) -> tuple[Draft | None, dict[str, Any]]:
+def taken_draft(model: Any, draft: Any, options: Mapping[str, Any]) -> tuple[Draft | None, dict[str, Any]]:
     """Return the draft that a call asks for, and its options without transformers' own ways of saying so.
 
     Args:
         model: of transformers.
         draft: the caller's draft=, see `as_draft`; None for none.
         options: of generate; ``prompt_lookup_num_tokens`` and ``assistant_model`` ask for drafts as well.
-        config: given by position; None for that of the options.
 
     Raises:
         PlanError: no such draft.
@@ -291,7 +288,7 @@ def taken_draft(
     options = dict(options)
     found = as_draft(draft)
     # One of another kind is refused with the other options.
-    says = [options.get("generation_config", config), model.generation_config]
+    says = [options.get("generation_config"), model.generation_config]
     configured = [part.prompt_lookup_num_tokens for part in says if isinstance(part, GenerationConfig)]
     assistant = options.pop("assistant_model", None)
     # The call overrides a configuration.
