@@ -184,6 +184,26 @@ def test_tables_of_another_length_are_refused(ids):
             joined(sieve, ids)
 
 
+@pytest.mark.parametrize("draft", ["lookup:ngram=1:adapt=false", "self:kivi", "self:snapkv:budget=20:window=4:floor=0"])
+def test_answers_with_drafts_are_those_without(model, ids, draft):
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        plain, drafted = (
+            sieve.generate(ids, torch.ones_like(ids), cache=joined(sieve, ids).cache, draft=source, **options)
+            for source in (None, draft)
+        )
+        assert torch.equal(plain.sequences, drafted.sequences)
+        assert not any("draft failed" in note for note in drafted.stats.notes)
+
+
+def test_readers_draft_nothing_on_them(model, ids):
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        cache = joined(sieve, ids).cache
+        with pytest.raises(UnsupportedOptionError, match="at the same positions, and a reader attends to chosen"):
+            sieve.generate(ids, torch.ones_like(ids), cache=cache, draft="self:quest:budget=16", max_new_tokens=4)
+        assert (cache.status, cache.num_seen) == ("ready", TOTAL)
+
+
 def test_they_are_not_edited_or_stored(model, ids):
     with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
         found = joined(sieve, ids)

@@ -167,7 +167,9 @@ class RowDrafts:
         try:
             work()
         except Exception as error:
-            self.failure = f"the draft failed, and the answer went on without: {short(str(error), 200)}"
+            self.failure = (
+                f"the draft failed, and the answer went on without: {short(str(error) or type(error).__name__, 200)}"
+            )
             _log.warning("%s", self.failure, exc_info=True)
 
 

@@ -117,6 +117,8 @@ def view_drafter(model: AttachedModel, cache: SieveCache, plan: Plan, row: int =
 def _why_not_of(cache: SieveCache, plan: Plan, rows: int) -> str | None:
     """Return a clause why a cache allows no view by a plan, or None. rows: answers, each of a row."""
     if plan.roles == ("read",):
+        if cache.conversation.parallel is not None:
+            return "its documents are at the same positions, and a reader attends to chosen entries; name a codec"
         why = f"a reader drafts on the cache itself, which holds {rows} rows; ask them one by one, or name an evictor"
         return why if rows > 1 else None
     layers = cache.sieve_layers.values()
