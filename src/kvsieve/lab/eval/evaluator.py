@@ -105,9 +105,7 @@ class Evaluator:
             raise InputError("questions on copies of one context are asked hidden only; see --question")
         encoded = self.prompter.encode(sample)
         plans = [plan.for_model(self.model, self.prompter.tokenizer) for plan in plans]
-        for plan in plans if self.draft is not None and self.draft.kind != "lookup" else ():
-            with attach(self.model, plan, tokenizer=self.prompter.tokenizer) as sieve:
-                check_draft(self.draft, sieve)
+        self._check_draft(plans)
         visible = question == "visible"
         expected = sample.turns[0].max_new_tokens
         if visible:
@@ -148,6 +146,14 @@ class Evaluator:
             if len(per_turn) > 1:
                 outcome.metrics |= {f"turn_{i + 1}": turn_scores["score"] for i, turn_scores in enumerate(per_turn)}
         return outcomes
+
+    def _check_draft(self, plans: Sequence[Plan]) -> None:
+        """Raise KvsieveError for drafts that cannot serve one of the plans; see `check_draft`."""
+        if self.draft is None or self.draft.kind == "lookup":
+            return
+        for plan in plans:
+            with attach(self.model, plan, tokenizer=self.prompter.tokenizer) as sieve:
+                check_draft(self.draft, sieve)
 
     def _continue(self, state: ReadState, ids: Tensor, fork: bool, act: bool, expected: int) -> ReadState:
         """Feed `ids` to conversations (to a copy with `fork`); with `act` their plan acts on them as well."""
