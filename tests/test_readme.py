@@ -45,7 +45,7 @@ def test_the_examples_print_what_the_readme_says(capsys, monkeypatch, tmp_path, 
 
 def test_the_plans_of_the_quickstart_can_be_made():
     written = re.search(
-        r"```python\n(from kvsieve.methods.*?)```", (ROOT / "docs" / "index.md").read_text(), re.S
+        r"```python\nimport kvsieve\n(from kvsieve.methods.*?)```", (ROOT / "docs" / "index.md").read_text(), re.S
     ).group(1)
     names = {"kvsieve": kvsieve}
     imported, *plans = [line for line in written.splitlines() if line]

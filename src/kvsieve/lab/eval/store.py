@@ -143,7 +143,7 @@ class ResultsWriter:
 
     def withdraw(self) -> None:
         """Delete run.json if this run made it and has no rows, so that a corrected run may take the directory."""
-        if self._is_new and not self.samples.done and not self.costs.done:
+        if self._is_new and all(_is_left(entry.name) or entry.name == "run.json" for entry in self.folder.iterdir()):
             with contextlib.suppress(OSError):
                 (self.folder / "run.json").unlink()
 
@@ -294,7 +294,7 @@ def writing(folder: Path, run: Row, *, resume: bool) -> Iterator[ResultsWriter]:
     try:
         yield writer
         writer.pack()
-    except BaseException:
+    except KvsieveError:
         writer.withdraw()
         raise
     finally:
