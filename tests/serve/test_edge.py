@@ -14,6 +14,7 @@ import httpx
 import pytest
 from starlette.responses import Response
 
+import kvsieve.models
 from kvsieve.cli.main import run_cli
 from kvsieve.errors import InputError
 from kvsieve.serve import events
@@ -260,6 +261,16 @@ def test_a_file_of_keys_has_those_that_can_be_sent(tmp_path, monkeypatch, text, 
 def test_an_address_that_is_none_is_told(host):
     with pytest.raises(InputError, match="cannot listen at"):
         listening_socket(host, 0)
+
+
+def test_a_port_in_use_is_told_before_the_model_is_loaded(monkeypatch, capsys):
+    monkeypatch.delenv("KVSIEVE_API_KEYS", raising=False)
+    monkeypatch.setattr(kvsieve.models, "load", lambda *given, **more: pytest.fail("loaded"))
+    with listening_socket("127.0.0.1", 0) as used:
+        used.listen()
+        with pytest.raises(SystemExit) as ended:
+            run_cli(["serve", "--port", str(used.getsockname()[1])])
+    assert ended.value.code == 2 and "cannot listen at 127.0.0.1, port" in capsys.readouterr().err
 
 
 def test_the_command_does_not_open_a_server_by_itself(monkeypatch, capsys, tmp_path):

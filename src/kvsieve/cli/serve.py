@@ -138,8 +138,10 @@ def serve_command(
     check_device(device)
     parameters = {key: value for key, value in runs[0].given.items() if key not in ("budget", "codec")}
 
-    from kvsieve.serve.run import ServerOptions, serve
+    from kvsieve.serve.run import ServerOptions, listening_socket, serve
 
+    # Told before the model is loaded, and bound for good after that.
+    listening_socket(host, port).close()
     if memory is not None:
         fitted, store_memory = Limit(context, runs, codecs=False).choose_server()
         chunk = fitted.chunk
