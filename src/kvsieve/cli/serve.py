@@ -135,13 +135,11 @@ def serve_command(
     drafts = parse_draft(draft, memory)
     runs = make_runs([chosen], codecs)
     check_stored_plans(store, [runs[0].plan])
-    check_device(device)
+    _check_machine(device, host, port)
     parameters = {key: value for key, value in runs[0].given.items() if key not in ("budget", "codec")}
 
-    from kvsieve.serve.run import ServerOptions, listening_socket, serve
+    from kvsieve.serve.run import ServerOptions, serve
 
-    # Told before the model is loaded, and bound for good after that.
-    listening_socket(host, port).close()
     if memory is not None:
         fitted, store_memory = Limit(context, runs, codecs=False).choose_server()
         chunk = fitted.chunk
@@ -184,6 +182,15 @@ def _check_packages() -> None:
     missing = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
     if missing:
         raise InputError(f"`kvsieve serve` needs {', '.join(missing)}: run `pip install 'kvsieve[serve]'`")
+
+
+def _check_machine(device: str | None, host: str, port: int) -> None:
+    """Raise InputError for a device or an address that cannot be used here."""
+    check_device(device)
+
+    from kvsieve.serve.run import listening_socket
+
+    listening_socket(host, port).close()
 
 
 def _check_cache(edits: str, store: str | None, memory: str, disk: str) -> None:
