@@ -58,6 +58,9 @@ def named(name, floor):
     if name in ("pyramidinfer", "specprefill"):
         # Their tokens alone, without SnapKV besides.
         shares["budget"] = None
+    if name == "uncomp":
+        # Of its stages, which it has by request only.
+        del shares["rate"]
     return plan_of(name, model(), floor=floor, **shares)
 
 
