@@ -48,7 +48,7 @@ def result_of(cli, folder, *options):
     return json.loads(out)["results"][-1]
 
 
-@pytest.mark.parametrize("kind", ["modules", "link:tokens=8", "prophet", "full"])
+@pytest.mark.parametrize("kind", ["modules", "link:tokens=8", "prophet", "relevant:documents=1", "full"])
 def test_documents_are_joined_as_the_library_joins_them(cli, chat_dir, files, kind):
     found = result_of(cli, chat_dir, "--documents", ",".join(files), "--join", kind, "--system", "w9")
     model, tokenizer = kvsieve.models.load(chat_dir, "checkpoint")

@@ -105,7 +105,9 @@ def test_a_later_turn_finds_the_documents_of_the_first(url):
 
 
 @pytest.mark.parametrize("method", ["full", "snapkv:window=4:paper=True"])
-@pytest.mark.parametrize("join", ["modules", "link:tokens=8", "blend:share=15%", "prophet", "ape:temperature=0.9"])
+@pytest.mark.parametrize(
+    "join", ["modules", "link:tokens=8", "blend:share=15%", "prophet", "relevant:documents=1", "ape:temperature=0.9"]
+)
 def test_the_answer_is_that_of_the_librarys_join(url, tokenizer, method, join):
     texts = [words(seed) for seed in (51, 52, 53)]
     kv = {"documents": texts, "join": join, "method": method, "budget": 24} if "snap" in method else {}

@@ -181,7 +181,7 @@ class Sieve(AttachedModel):
                 them.
             kind: "modules", "link:tokens=32" and others of `kvsieve.planning.joins.list_joins`; "full" for a plain
                 prefill of everything.
-            question: token ids after the documents, for kinds that choose tokens by them: "prophet"; the cache is
+            question: token ids after the documents, for kinds that choose by them: "prophet", "relevant"; the cache is
                 without them.
             store: `kvsieve.store.PrefixStore` to find each document in, prefilled after `before`, and to add it to.
             owner: of the store's nodes.

@@ -6,7 +6,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from kvsieve.errors import PlanError, short
 from kvsieve.lazy import Tensor
@@ -78,32 +78,43 @@ class SelectiveJoin(Join):
         return min([total, *(self.tokens(layer, num_layers, total) for layer in layers)])
 
 
+@dataclass(frozen=True)
+class AskedAttention:
+    """Attention to joined documents after the first in their places, mean over heads and over the tokens that attend.
+
+    Attributes:
+        question: float32 [layers, N], of the question's tokens.
+        last: likewise, of the question's last token, fed alone; None unless the join compares with it.
+        sizes: tokens of each of these documents; N in all.
+    """
+
+    question: Tensor
+    last: Tensor | None
+    sizes: Sequence[int]
+
+
 class AskedJoin(Join):
     """Base of joins that choose tokens by the question's attention to the documents in their places.
 
     Tokens of the first document, with exact entries, take no part.
+
+    Attributes:
+        compares: needs the attention of the question's last token alone, too.
     """
+
+    compares: ClassVar[bool] = False
 
     def again(self, sizes: Sequence[int], start: int) -> list[Span]:
         """Return no columns: the question's attention decides which are prefilled again."""
         return []
 
     @abstractmethod
-    def tokens(self, total: int) -> int:
-        """Return the number of tokens to prefill again, of `total` after the first document; at least 1."""
-
-    def chosen(self, total: int) -> int:
-        """Return the number of tokens to prefill again; see `tokens`."""
-        return min(self.tokens(total), total)
+    def most(self, sizes: Sequence[int]) -> int:
+        """Return the largest number of tokens to prefill again. sizes: tokens of each document after the first."""
 
     @abstractmethod
-    def scores(self, attention: Tensor) -> Tensor:
-        """Return a score for each token, [N].
-
-        Args:
-            attention: float32 [layers, N], weight of each token in the attention of the question's tokens, mean over
-                these and over heads.
-        """
+    def choose(self, attention: AskedAttention) -> Tensor:
+        """Return the tokens to prefill again, bool [N]."""
 
 
 class ParallelJoin(Join):

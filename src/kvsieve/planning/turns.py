@@ -122,14 +122,14 @@ def token_ids(tokenizer: Any, text: str, follows: bool = False) -> list[int]:
         if _OPEN not in part:
             plain += part
             continue
-        lead, after = (parts[at] if 0 <= at < len(parts) else None for at in (place - 1, place + 1))
+        opens, after = (parts[at] if 0 <= at < len(parts) else None for at in (place - 1, place + 1))
         # Some control tokens absorb adjacent white space.
-        if lead is not None and controls[lead].rstrip:
+        if opens is not None and controls[opens].rstrip:
             part = part.lstrip()
         if after is not None and controls[after].lstrip:
             part = part.rstrip()
         part = re.sub(f"{_OPEN}(\\d+){_CLOSE}", lambda match: names[int(match[1])], part)
-        ids += [*_ids(tokenizer, plain), *_as_text(tokenizer, part, lead)]
+        ids += [*_ids(tokenizer, plain), *_as_text(tokenizer, part, opens)]
         plain = ""
     return ids + _ids(tokenizer, plain)
 

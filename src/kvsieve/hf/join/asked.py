@@ -6,32 +6,48 @@ import torch
 from torch import Tensor
 
 from kvsieve.core.scoring import mass_of
-from kvsieve.core.selection import select_top
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.edits import spans_of
 from kvsieve.hf.cache.records import Turn
 from kvsieve.hf.edit.moved import MovedEntries
 from kvsieve.hf.edit.scattered import beside
 from kvsieve.hf.forward.request import PassRequest
+from kvsieve.hf.join.documents import JoinTexts
 from kvsieve.hf.runtime import AttachedModel
-from kvsieve.planning.joins import AskedJoin, Span
+from kvsieve.planning.joins import AskedAttention, AskedJoin, Span
 from kvsieve.planning.plans import Plan
 from kvsieve.types import LayerContext
 
 
 def choose_asked(
-    model: AttachedModel, cache: SieveCache, ids: Tensor, entries: MovedEntries, join: AskedJoin, documents: Span
+    model: AttachedModel,
+    cache: SieveCache,
+    texts: JoinTexts,
+    question: Tensor,
+    entries: MovedEntries,
+    join: AskedJoin,
+    documents: Span,
 ) -> list[Span]:
     """Return the columns of documents to prefill again, in ascending order; `cache` then has the given entries.
 
     Args:
         model: the attached model.
         cache: of a join, in its turn.
-        ids: int64 [1, N], tokens of all columns and of the question after them.
+        texts: of the join.
+        question: int64 [1, M], tokens after them.
         entries: of the columns, the same ones in every head.
         join: chooses.
-        documents: columns among which it chooses; their end is that of the entries.
+        documents: columns after the first document; their end is that of the entries.
     """
+    start, end = documents
+    last = _attention(model, cache, question[:, -1:], entries, documents) if join.compares else None
+    asked = _attention(model, cache, torch.cat([texts.ids[:, end:], question], 1), entries, documents)
+    chosen = join.choose(AskedAttention(asked, last, texts.later(end)))
+    return list(spans_of(torch.cat([torch.zeros(start, dtype=torch.bool), chosen.cpu()])))
+
+
+def _attention(model: AttachedModel, cache: SieveCache, ids: Tensor, entries: MovedEntries, documents: Span) -> Tensor:
+    """Return the attention of tokens after the documents to these, float32 [layers, N]. ids: int64 [1, M]."""
     start, end = documents
     layers: list[Tensor] = []
 
@@ -41,12 +57,8 @@ def choose_asked(
         layers.append(ctx.ranks.mean(mass.float().mean(0)))
 
     entries.fill(cache, end)
-    size = ids.shape[1]
+    size = end + ids.shape[1]
     request = PassRequest(Plan(name=model.plan.name), "prefill", last_chunk=False, on_layer=note)
     with beside(cache, Turn(number=cache.turn.number, start=end, prompt_end=size, length=size)):
-        model.feed(cache, ids[:, end:], None, request)
-    scores = join.scores(torch.stack([layer.to(layers[0].device) for layer in layers]))
-    chosen = select_top(scores[None], (join.chosen(end - start),)).indices
-    marked = torch.zeros(end, dtype=torch.bool)
-    marked[chosen.flatten().cpu() + start] = True
-    return list(spans_of(marked))
+        model.feed(cache, ids.to(model.model.device), None, request)
+    return torch.stack([layer.to(layers[0].device) for layer in layers])

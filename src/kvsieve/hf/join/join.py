@@ -118,7 +118,7 @@ class Joining:
         if isinstance(self.kind, SelectiveJoin):
             return self.kind.chosen(self.sieve.num_layers, self.seen - self.first)
         if isinstance(self.kind, AskedJoin):
-            return self.kind.chosen(self.seen - self.first)
+            return self.kind.most(self.texts.later(self.seen))
         return sum(end - start for start, end in spans)
 
     def run(self) -> Joined:
@@ -179,6 +179,8 @@ class Joining:
         cache.conversation.note_approximate([self.kind.spec])
         cache.conversation.edits = EditRecord.joined(self.first, self.seen, self.spans, self.reader.ends)
         cache.turn.record.evicted = evicted
+        if isinstance(self.kind, AskedJoin):
+            again = sum(end - start for start, end in self.spans)
         return self._result(cache, most - start - self.found, again)
 
     def _fill(self, cache: SieveCache, entries: MovedEntries, done: Callable[[int], None] | None) -> None:
@@ -200,8 +202,8 @@ class Joining:
 
         if isinstance(kind, AskedJoin):
             assert self.question is not None
-            asked = torch.cat([self.texts.ids, self.question], 1)
-            spans = self.spans = choose_asked(self.sieve, cache, asked, entries, kind, (self.first, self.seen))
+            place = self.first, self.seen
+            spans = self.spans = choose_asked(self.sieve, cache, self.texts, self.question, entries, kind, place)
         if isinstance(kind, ParallelJoin):
             entries.divide_keys(self.texts.start, self.seen, kind.temperature)
             record_parallel(cache, self.texts, kind)

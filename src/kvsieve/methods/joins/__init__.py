@@ -6,3 +6,4 @@ from kvsieve.methods.joins.full import Full as Full
 from kvsieve.methods.joins.link import Link as Link
 from kvsieve.methods.joins.modules import Modules as Modules
 from kvsieve.methods.joins.prophet import Prophet as Prophet
+from kvsieve.methods.joins.relevant import Relevant as Relevant

@@ -12,11 +12,13 @@ document, which is exact in its place, do not take part.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvsieve.lazy import Tensor
+from kvsieve.core.selection import select_top
+from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.joins.shares import parse_share
-from kvsieve.planning.joins import AskedJoin, register_join
+from kvsieve.planning.joins import AskedAttention, AskedJoin, register_join
 
 
 @register_join(
@@ -37,8 +39,12 @@ class Prophet(AskedJoin):
     def __post_init__(self) -> None:
         object.__setattr__(self, "share", parse_share(self, "share", self.share))
 
-    def tokens(self, total: int) -> int:
-        return max(1, round(total * float(self.share)))
+    def most(self, sizes: Sequence[int]) -> int:
+        total = sum(sizes)
+        return min(max(1, round(total * float(self.share))), total)
 
-    def scores(self, attention: Tensor) -> Tensor:
-        return attention.sum(0)
+    def choose(self, attention: AskedAttention) -> Tensor:
+        scores = attention.question.sum(0)
+        chosen = torch.zeros_like(scores, dtype=torch.bool)
+        chosen[select_top(scores[None], (self.most(attention.sizes),)).indices.flatten()] = True
+        return chosen

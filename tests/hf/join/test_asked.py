@@ -1,4 +1,4 @@
-"""Tokens of joined documents chosen by the question's attention: against a definition with explicit hidden states."""
+"""Tokens of joined documents that the question chooses, against a definition with explicit hidden states."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import kvsieve
 from kvsieve.errors import InputError, PlanError, UnsupportedOptionError
-from kvsieve.methods.joins import Prophet
-from kvsieve.planning.joins import join_of
+from kvsieve.methods.joins import Prophet, Relevant
+from kvsieve.planning.joins import AskedAttention, join_of
 from tiny_models import build
 
 BEFORE = 6
@@ -61,15 +61,42 @@ def passed(model, tokens, columns, stored):
     return entries, torch.stack(attention)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5])
+def attended(model, tokens, stored):
+    """Attention of tokens after the documents to those after the first, summed over layers."""
+    _, attention = passed(model, tokens, torch.arange(TOTAL, TOTAL + tokens.shape[1]), stored)
+    return attention.sum(0)[START:TOTAL]
+
+
+def of_prophet(model, ids, stored, share):
+    return attended(model, QUESTION, stored).topk(round(share * (TOTAL - START))).indices.sort().values + START
+
+
+def of_relevant(model, ids, stored, documents):
+    parts = zip(
+        *(attended(model, tokens, stored).split(SIZES[1:]) for tokens in (QUESTION, QUESTION[:, -1:])), strict=True
+    )
+    ratios = [float(asked.sum() / other.sum()) for asked, other in parts]
+    best = sorted(range(len(ratios)), key=lambda at: -ratios[at])[:documents]
+    columns = torch.arange(START, TOTAL).split(SIZES[1:])
+    return torch.cat([columns[at] for at in sorted(best)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "chosen"),
+    [
+        (Prophet(share=0.1), lambda *given: of_prophet(*given, 0.1)),
+        (Prophet(share=0.5), lambda *given: of_prophet(*given, 0.5)),
+        (Relevant(documents=1), lambda *given: of_relevant(*given, 1)),
+    ],
+    ids=["10%", "50%", "document"],
+)
 @torch.no_grad()
-def test_it_is_the_definition(model, ids, share):
+def test_it_is_the_definition(model, ids, kind, chosen):
     with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
         stored = keys_and_values(joined(sieve, ids, "modules").cache)
-        _, attention = passed(model, QUESTION, torch.arange(TOTAL, TOTAL + QUESTION.shape[1]), stored)
-        best = attention.sum(0)[START:TOTAL].topk(round(share * (TOTAL - START))).indices.sort().values + START
+        best = chosen(model, ids, stored)
         expected, _ = passed(model, ids[:, best], best, stored)
-        found = joined(sieve, ids, Prophet(share=share))
+        found = joined(sieve, ids, kind)
     assert found.reread == len(best) and found.reused == TOTAL - len(best)
     for index, (pair, other) in enumerate(zip(keys_and_values(found.cache), expected, strict=True)):
         torch.testing.assert_close(pair, other, atol=1e-9, rtol=1e-9, msg=lambda text, at=index: f"layer {at}: {text}")
@@ -77,18 +104,30 @@ def test_it_is_the_definition(model, ids, share):
     assert record.reread == len(best) and record.share(TOTAL) == pytest.approx((TOTAL - START - len(best)) / TOTAL)
 
 
+def test_the_place_of_a_document_does_not_decide(ids):
+    """Attention falls with the distance; a question that repeats a document's rare tokens chooses it anywhere."""
+    last, sizes = torch.tensor([0.1] * 4 + [0.2] * 6 + [0.8] * 5), (4, 6, 5)
+    for number, part in enumerate([slice(0, 4), slice(4, 10), slice(10, 15)]):
+        asked = last.clone()
+        asked[part] *= 1.5
+        chosen = Relevant(documents=1).choose(AskedAttention(asked[None], last[None], sizes))
+        assert chosen.nonzero().flatten().tolist() == list(range(15))[part], number
+
+
+@pytest.mark.parametrize("kind", ["prophet:share=1.0", "relevant:documents=2", "relevant:documents=9"])
 @pytest.mark.parametrize("family", ["llama", "gemma", "phi3", "gpt_neox"])
-def test_all_tokens_are_a_full_prefill(family, ids):
+def test_all_tokens_are_a_full_prefill(family, ids, kind):
     with kvsieve.attach(build(family), kvsieve.plan("full")) as sieve:
-        found = joined(sieve, ids, Prophet(share=1.0))
+        found = joined(sieve, ids, kind)
         whole = sieve.prefill(ids)
     for pair, other in zip(keys_and_values(found.cache), keys_and_values(whole), strict=True):
         assert torch.equal(pair[0], other[0]) and torch.equal(pair[1], other[1])
 
 
-def test_chunks_are_the_whole(model, ids):
+@pytest.mark.parametrize("kind", ["prophet:share=0.4", "relevant:documents=1"])
+def test_chunks_are_the_whole(model, ids, kind):
     with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
-        whole, parts = (joined(sieve, ids, Prophet(share=0.4), chunk=chunk) for chunk in (None, 7))
+        whole, parts = (joined(sieve, ids, kind, chunk=chunk) for chunk in (None, 7))
     for pair, other in zip(keys_and_values(whole.cache), keys_and_values(parts.cache), strict=True):
         torch.testing.assert_close(pair, other, atol=1e-9, rtol=1e-9)
 
@@ -125,9 +164,10 @@ def test_plans_act_on_the_question(model, ids, plan):
     assert result.sequences.shape[1] == more.shape[1] + 4
 
 
-def test_one_document_is_a_plain_prefill(model, ids):
+@pytest.mark.parametrize("kind", ["prophet", "relevant"])
+def test_one_document_is_a_plain_prefill(model, ids, kind):
     with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
-        found = sieve.join([ids], kind="prophet", question=QUESTION)
+        found = sieve.join([ids], kind=kind, question=QUESTION)
         whole = sieve.prefill(ids)
     assert found.reread == 0 and not found.cache.conversation.approximate
     for pair, other in zip(keys_and_values(found.cache), keys_and_values(whole), strict=True):
@@ -160,3 +200,9 @@ def test_reasons_against_it(model, ids, plan, question, message):
 def test_wrong_shares(share):
     with pytest.raises(PlanError, match="Prophet: share must be a share"):
         join_of(f"prophet:share={share}")
+
+
+@pytest.mark.parametrize("documents", ["0", "x", "1.5"])
+def test_wrong_numbers_of_documents(documents):
+    with pytest.raises(PlanError, match="documents"):
+        join_of(f"relevant:documents={documents}")
