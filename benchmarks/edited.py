@@ -39,11 +39,12 @@ def edits_table(file: Path = RESULTS / "edits.json") -> str:
     return f"{said}\n\n{markdown(head, lines)}"
 
 
-def joins_table(file: Path = RESULTS / "joins.json") -> str:
-    """Return a table per set of documents, with a row per plan and kind."""
-    if not file.exists():
-        return ""
-    report = json.loads(file.read_text())
+def joins_table(folder: Path = RESULTS) -> str:
+    """Return a table per model and set of documents, with a row per plan and kind."""
+    return "\n\n".join(_joins(json.loads(file.read_text())) for file in sorted(folder.glob("joins*.json")))
+
+
+def _joins(report: dict[str, Any]) -> str:
     parts = [f"{_where(report)} (`python benchmarks/answers/joins.py`)."]
     head = ["plan", "join", "score", "of full", "first token over full", "KL", "same answers"]
     for name, title in SETS.items():

@@ -2,7 +2,7 @@
 
     python benchmarks/answers/joins.py [MODEL] [--data LEVAL] [--sets natural,generated]
         [--kinds "none:share=20%;modules;ape;link:tokens=32;blend:share=5%;blend:share=10%;blend:share=20%;
-            prophet:share=10%;prophet:share=20%"]
+            prophet:share=10%;prophet:share=20%;relevant:documents=2;relevant:documents=3"]
         [--compressed "kvzip:budget=25%"] [--compressed-kinds "link:tokens=32"]
         [--documents 4] [--questions 2] [--minutes M] [--out FILE]
 
@@ -13,9 +13,9 @@ for every question; seconds are those of the join and of the question, to the fi
 of the distributions at each token of full reading's greedy answer; scores are those of each kind's own greedy answer:
 word F1 for natural questions, else 1 if the answer names what was asked.
 
+Kinds that the result has of a question are not run again; those added later are compared with another full reading.
 With --compressed the documents are stored under a plan that compresses them without a question. --data is the folder of
-L-Eval's files; without it the natural questions are left out. Results go to benchmarks/results/joins.json; questions
-that it has are not run again.
+L-Eval's files; without it the natural questions are left out. Results go to benchmarks/results/joins.json.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from kvsieve.store import PrefixStore
 
 KINDS = (
     "none:share=20%;modules;ape;link:tokens=32;blend:share=5%;blend:share=10%;blend:share=20%;"
-    "prophet:share=10%;prophet:share=20%"
+    "prophet:share=10%;prophet:share=20%;relevant:documents=2;relevant:documents=3"
 )
 WANTED = {"of_full": 0.95, "ratio": 0.25}
 FULL = "full"
@@ -135,26 +135,32 @@ class Run:
         self.ends = ends_of(model, tokenizer)
         self.deadline = Deadline(options.minutes)
 
-    def lacks(self, place: dict[str, Any]) -> bool:
-        pairs = [(plan, kind) for plan, kinds in self.plans.items() for kind in kinds]
-        return any(not self.known.of(**place, plan=plan, kind=kind) for plan, kind in pairs)
+    def missing(self, place: dict[str, Any]) -> dict[str, list[str]]:
+        """Return the kinds by plan that the result lacks of a question; full reading, too, unless it has all."""
+        found = {
+            plan: [kind for kind in kinds if not self.known.of(**place, plan=plan, kind=kind)]
+            for plan, kinds in self.plans.items()
+        }
+        if any(found.values()):
+            found[FULL] = list(dict.fromkeys([FULL, *found[FULL]]))
+        return {plan: kinds for plan, kinds in found.items() if kinds}
 
     def documents(self, one: DocumentSet, number: int) -> None:
         """Answer the questions about a set of documents that the result lacks."""
         turns = list(enumerate(one.questions[: self.options.questions]))
         places = [{"set": one.name, "number": number, "question": at} for at, _ in turns]
-        if not any(map(self.lacks, places)):
+        if not (missing := next(filter(None, map(self.missing, places)), None)):
             return
         with PrefixStore(memory=MEMORY) as store:
-            self._read(one, store)
+            self._read(one, missing, store)
             for place, (at, turn) in zip(places, turns, strict=True):
-                if self.lacks(place) and not self.deadline.passed:
+                if self.missing(place) and not self.deadline.passed:
                     self._ask(one, turn, place, number + at, store)
 
-    def _read(self, one: DocumentSet, store: PrefixStore) -> None:
+    def _read(self, one: DocumentSet, missing: dict[str, list[str]], store: PrefixStore) -> None:
         """Prefill the documents alone, into a store."""
         prompt = pieces(self.tokenizer, one.documents, one.questions[0].question)
-        for plan, kinds in self.plans.items():
+        for plan, kinds in missing.items():
             with kvsieve.attach(self.model, plan_named(plan), tokenizer=self.tokenizer) as sieve:
                 began = time.perf_counter()
                 joined = sieve.join(prompt.documents, before=prompt.before, kind="modules", store=store)
@@ -168,7 +174,7 @@ class Run:
         prompt = pieces(self.tokenizer, one.documents, turn.question)
         question = Question(prompt, turn, self.tokenizer, self.ends)
         rows: list[dict[str, Any]] = []
-        for plan, kinds in self.plans.items():
+        for plan, kinds in self.missing(place).items():
             with kvsieve.attach(self.model, plan_named(plan), tokenizer=self.tokenizer) as sieve:
                 rows += [{**place, "plan": plan, **row} for row in question.rows(sieve, kinds, number, store)]
         for row in rows:
@@ -176,7 +182,7 @@ class Run:
             print(
                 f"{row['plan']} {row['kind']}: {row['seconds']:.2f} s, {row['score']}, KL {row['kl']:.3f}", flush=True
             )
-        self.known.drop(**place)
+            self.known.drop(**place, plan=row["plan"], kind=row["kind"])
         self.known.add(rows, summary)
 
 
@@ -187,7 +193,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         by.setdefault((row["set"], row["plan"], row["kind"]), []).append(row)
     full = {name: _mean(mine, "score") for (name, plan, kind), mine in by.items() if (plan, kind) == (FULL, FULL)}
     found = []
-    for (name, plan, kind), mine in sorted(by.items(), key=lambda each: each[0][0]):
+    for (name, plan, kind), mine in sorted(by.items(), key=lambda each: (each[0][0], each[0][1:] != (FULL, FULL))):
         score = _mean(mine, "score")
         found.append(
             {

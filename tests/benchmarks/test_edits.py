@@ -189,3 +189,8 @@ def test_kinds_are_compared_with_full_reading(model, tokenizer, tmp_path, kinds,
     assert joins.summary(known.rows)[0]["kind"] == "full"
     run.documents(one, 0)
     assert len(known.rows) == len(rows)
+    options.kinds += ";relevant:documents=1"
+    joins.Run(model, tokenizer, options, known).documents(one, 0)
+    kept = {(row["plan"], row["kind"]): row for row in known.rows}
+    assert len(known.rows) == len(rows) + 1 and kept["full", "relevant:documents=1"]["kl"] > 0
+    assert all(kept[place] is row for place, row in rows.items() if place != ("full", "full"))

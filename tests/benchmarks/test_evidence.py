@@ -32,7 +32,7 @@ WRITERS = {
     "gpu.json": "speed/gpu.py",
     "gpu_128k.json": "speed/gpu.py",
     "gpu_kernels.json": "kernels/gpu_kernels.py",
-    "joins.json": "answers/joins.py",
+    "joins*.json": "answers/joins.py",
     "paper/claims.md": "paper/claims.py",
     "paper/*/*/*": "paper/common.py",
     "peak_memory.json": "speed/peak_memory.py",
