@@ -199,15 +199,15 @@ def test_without_a_compiler(kind, monkeypatch):
     test_order(kind)
 
 
-def test_copies_have_memory_of_their_own():
+def test_copies_share_the_blocks_and_pickles_have_their_own():
     data = blocks("Q8_0", 6, 2)
     matrix = QuantizedMatrix(data, "Q8_0", torch.arange(6).flip(0))
-    others = copy.deepcopy(matrix), pickle.loads(pickle.dumps(matrix))
+    copied, pickled = copy.deepcopy(matrix), pickle.loads(pickle.dumps(matrix))
     wanted = matrix.dequantize(torch.empty(6, 64))
+    assert torch.equal(copied.dequantize(torch.empty(6, 64)), wanted)
     data.zero_()
-    assert matrix.dequantize(torch.empty(6, 64)).count_nonzero() == 0
-    for other in others:
-        assert torch.equal(other.dequantize(torch.empty(6, 64)), wanted)
+    assert all(each.dequantize(torch.empty(6, 64)).count_nonzero() == 0 for each in (matrix, copied))
+    assert torch.equal(pickled.dequantize(torch.empty(6, 64)), wanted)
 
 
 def test_wrong_rows_are_refused():

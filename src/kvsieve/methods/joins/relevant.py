@@ -28,7 +28,7 @@ _LEAST = 1e-12
 @register_join(
     "relevant",
     title="Relevant documents",
-    paper="after arXiv 2410.02642",
+    paper="arXiv 2410.02642",
     summary="Prefill the documents again that the question attends to most.",
 )
 @dataclass(frozen=True, kw_only=True)
