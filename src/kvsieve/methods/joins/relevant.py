@@ -6,7 +6,7 @@ tokens to it over that of the last token alone, each summed over layers and the 
 the largest scores are then prefilled again in all layers: their tokens attend to all entries up to their own, updated
 or not.
 
-Attention alone falls with the distance, and prefers the last documents whatever is asked; the ratio does not. Source of
+Attention alone falls with the distance, and prefers the last documents for any question; the ratio does not. Source of
 the comparison: in-context re-ranking, which subtracts the attention of a question without content (arXiv 2410.02642).
 Differences from it: the score is a quotient, and the text without content is the question's own end.
 """
