@@ -69,13 +69,14 @@ def load_expanded(
     tokenizer = tokenizer_of(file)
     options: dict[str, Any] = {"local_files_only": True, "gguf_file": file.path.name, **_dequantizing()}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             file.path.parent, config=expanded_config(file), dtype=dtype, **CHECKED, **options
         )
     except ModelLoadError:
         raise
     except Exception as error:
         raise load_error(f"cannot load {os.fspath(path)!r}", options, error) from error
+    model, info = loaded
     check_complete(os.fspath(path), model, info)
     # Not only its folder, where other models can be.
     model.config.name_or_path = model.name_or_path = os.fspath(file.path)
