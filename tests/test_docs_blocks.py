@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import kvsieve
+from kvsieve.planning.profiles import load_profile
 from tiny import tiny_model, tiny_prompt
 from toy_chats import chat_tokenizer
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ("index.md", "chats.md", "options.md", "codecs.md", "sparse.md", "speculation.md")
+PAGES = ("index.md", "chats.md", "options.md", "codecs.md", "sparse.md", "speculation.md", "calibrate.md")
 WORDS = " ".join(f"w{number % 60}" for number in range(300))
 # Beginnings of blocks that need a model of real text, or a package that tests may lack.
 LEFT_OUT = ('plan = kvsieve.plan("specprefill"', "schema = ")
@@ -30,6 +31,7 @@ def names() -> dict:
         "model": tiny_model(max_position_embeddings=8192),
         "tokenizer": tokenizer,
         "ids": tiny_prompt(size=1000),
+        "inputs": tokenizer(WORDS[:90], return_tensors="pt"),
         "more": tiny_prompt(size=4),
         "context": tiny_prompt(size=100),
         "questions": [tiny_prompt(size=4, seed=seed) for seed in (1, 2)],
@@ -44,6 +46,8 @@ def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.S)
     assert blocks
     (tmp_path / "LICENSE").write_text(WORDS)
+    load_profile("smollm2-135m-instruct").save(tmp_path / "profile.json")
+    monkeypatch.setenv("KVSIEVE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     given = names()
     monkeypatch.setattr(kvsieve.models, "load_demo", lambda: (given["model"], given["tokenizer"]))

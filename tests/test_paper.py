@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import kvsieve
+from doc_pages import sections
 from kvsieve.cli.specs import make_run
 from kvsieve.planning import defaults
 from kvsieve.planning.profiles import Fingerprint
@@ -145,9 +146,20 @@ def published_table():
         yield " | ".join((f"| `{name}`", told, ", ".join(f"{model} {layer}" for model, layer in layers.items()))) + " |"
 
 
+PAGE = (Path(__file__).parents[1] / "docs" / "calibrate.md").read_text()
+
+
+def test_the_page_names_the_methods_that_need_a_profile_and_those_that_the_model_fills_in():
+    parts = sections(PAGE)
+    for info in map(kvsieve.method_info, kvsieve.list_methods()):
+        if info.part is not None:
+            assert f"`{info.name}`" in parts["using-a-profile"], info.name
+        elif info.derive is not None and info.derive(LLAMA, 1):
+            assert f"`{info.name}`" in parts["without-a-profile"], info.name
+
+
 def test_the_page_says_what_the_tables_say():
-    page = (Path(__file__).parents[1] / "docs" / "calibrate.md").read_text()
     for line in published_table():
-        assert line.replace("|  |", "| |") in page, f"docs/calibrate.md lacks the line\n{line}"
+        assert line.replace("|  |", "| |") in PAGE, f"docs/calibrate.md lacks the line\n{line}"
     *models, last = defaults.MODELS
-    assert f"{', '.join(models)} or {last}" in page.replace("\n", " ")
+    assert f"{', '.join(models)} or {last}" in PAGE.replace("\n", " ")

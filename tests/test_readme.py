@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import pkgutil
 import re
 import shutil
 from pathlib import Path
@@ -10,7 +13,7 @@ import pytest
 import typer
 
 import kvsieve
-from doc_pages import commands, sections
+from doc_pages import commands, inline_code, inline_commands, sections
 from kvsieve.cli.main import app
 from kvsieve.cli.methods_table import methods_command
 from kvsieve.cli.specs import method_specs
@@ -69,6 +72,50 @@ def test_every_command_and_its_options_exist(page):
                 method_specs(context.params[option].replace("mynewmethod", "snapkv"))
         if method := context.params.get("method"):
             method_specs(method)
+
+
+# Options of other programs that the pages name.
+OTHERS = {
+    "evaluation.md": "--model_template_type --model_args --apply_chat_template --use_cache",  # RULER, lm_eval
+    "models.md": "--node-rank --master-addr --master-port --rdzv",  # torchrun
+    "vllm.md": "--block-size --enable-dbo --attention-backend --max-model-len --gpu-memory-utilization",
+    "weights.md": "--merge",  # llama-gguf-split
+    "index.md": "--install-completion",  # typer's
+}
+
+
+def options_of(command) -> set[str]:
+    """The options of a command, or of all commands of a group."""
+    inner = [options_of(each) for each in getattr(command, "commands", {}).values()]
+    return {name for parameter in command.params for name in parameter.opts}.union(*inner)
+
+
+@functools.cache
+def options_of_scripts() -> set[str]:
+    folders = (ROOT / "benchmarks", ROOT / "examples", ROOT / "tests" / "support")
+    scripts = itertools.chain.from_iterable(folder.rglob("*.py") for folder in folders)
+    return {name for script in scripts for name in re.findall(r'"(--[\w-]+)"', script.read_text())}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_options_and_names_in_running_text_exist(page):
+    group = typer.main.get_command(app)
+    for name, *arguments in inline_commands(page.read_text()):
+        found = {word for word in arguments if word.startswith("--")}
+        assert found <= options_of(group.commands[name]), (name, arguments)
+    known = {*options_of(group), *OTHERS.get(page.name, "").split(), *options_of_scripts()}
+    for code in inline_code(page.read_text()):
+        assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", code)) <= known, code
+        if dotted := re.match(r"kvsieve(\.\w+)+", code):
+            assert dotted[0] == "kvsieve.tasks" or pkgutil.resolve_name(dotted[0]), code
+
+
+def test_the_readme_counts_the_methods():
+    tens = ("sixty", "seventy", "eighty", "ninety", "a hundred", "a hundred and ten")
+    said = 60 + 10 * tens.index(re.search(r"More than ([a-z ]+) published methods", README).group(1))
+    papers = [kvsieve.method_info(name).paper for name in kvsieve.list_methods()]
+    published = [paper for paper in papers if paper not in ("-", "none", "the model itself")]
+    assert said < len(published) <= said + 15
 
 
 def test_the_readme_is_short():

@@ -1,4 +1,4 @@
-"""Examples of the clients' own READMEs run as they stand, but for the server's address and the model's name."""
+"""Examples of docs/serving.md and of the clients' READMEs run, but for the server's address and the model's name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import asyncio
 import inspect
 import re
 from importlib import metadata
+from pathlib import Path
 
 import openai
 import pytest
@@ -17,6 +18,7 @@ from served_apps import listening
 from tiny_models import build
 from toy_bytes import byte_chats
 
+PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 CALLS = re.compile(r"\.(chat\.completions|responses|messages)\.(\w+\.)?(create|stream|parse)\(")
 # Other services of theirs, files that are not there, and packages that are not installed.
 OTHERS = re.compile("Azure|workload_identity|image|aiohttp|DefaultHttpx|fine_tuning|audio|realtime|webhook|bedrock")
@@ -72,3 +74,18 @@ def test_examples_of_every_protocol_are_found():
     codes = "\n".join(EXAMPLES.values())
     assert {"chat.completions", "responses", "messages"} <= {found[0] for found in CALLS.findall(codes)}
     assert "stream=True" in codes
+
+
+def test_the_examples_of_the_servers_page_run(url, capsys):
+    schema = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
+    given = {"schema": schema, "messages": [{"role": "user", "content": "Where?"}], "question": "Who paid?"}
+    given |= {"model": "tiny", "first": "A ferry.", "second": "Ann paid.", "third": "A storm."}
+    found: list[dict] = []
+    for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S):
+        found.append({**given, **({"client": found[0]["client"]} if found else {})})
+        code = block.replace("http://127.0.0.1:8000", url).replace("SmolLM2-135M-Instruct", "tiny")
+        exec(compile(code, PAGE.name, "exec"), found[-1])
+    answered, followed, structured, _ = found
+    assert answered["reply"].choices[0].message.content and re.search(r"\[\d+", capsys.readouterr().out)
+    assert followed["second"].previous_response_id == followed["first"].id
+    assert structured["reply"].choices[0].message.content.startswith("{")

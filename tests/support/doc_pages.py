@@ -7,11 +7,25 @@ import shlex
 
 
 def commands(text: str) -> list[list[str]]:
-    """The arguments of each line of a page's code blocks that calls kvsieve, without optional ones."""
+    """The arguments of each line of a page's code blocks that calls kvsieve, optional ones included but MODEL."""
     lines = re.findall(
         r"^(?: {4}|> )?(?:.*\| )?kvsieve ([a-z].*)$", "\n".join(code_lines(text.replace("\\\n", " "))), re.M
     )
-    return [shlex.split(line.replace("[MODEL]", ""), comments=True) for line in lines]
+    return [_words(line) for line in lines]
+
+
+def inline_commands(text: str) -> list[list[str]]:
+    """The arguments of each call of kvsieve in a page's running text, as `commands` has them."""
+    return [_words(line) for line in re.findall(r"^kvsieve ([a-z].*)$", "\n".join(inline_code(text)), re.M)]
+
+
+def inline_code(text: str) -> list[str]:
+    """What stands between single backticks in a page's running text."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+
+
+def _words(line: str) -> list[str]:
+    return shlex.split(re.sub(r"[][]", "", line.replace("[MODEL]", "")), comments=True)
 
 
 def code_lines(text: str) -> list[str]:
