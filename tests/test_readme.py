@@ -90,6 +90,14 @@ def options_of(command) -> set[str]:
     return {name for parameter in command.params for name in parameter.opts}.union(*inner)
 
 
+def check_inline(file: Path) -> None:
+    """Fail for a command or an option that a file names between backticks and that does not exist."""
+    group = typer.main.get_command(app)
+    for name, *arguments in inline_commands(file.read_text()):
+        found = {word for word in arguments if word.startswith("--")}
+        assert found <= options_of(group.commands[name]), (file.name, name, arguments)
+
+
 @functools.cache
 def options_of_scripts() -> set[str]:
     folders = (ROOT / "benchmarks", ROOT / "examples", ROOT / "tests" / "support")
@@ -99,15 +107,17 @@ def options_of_scripts() -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_options_and_names_in_running_text_exist(page):
-    group = typer.main.get_command(app)
-    for name, *arguments in inline_commands(page.read_text()):
-        found = {word for word in arguments if word.startswith("--")}
-        assert found <= options_of(group.commands[name]), (name, arguments)
-    known = {*options_of(group), *OTHERS.get(page.name, "").split(), *options_of_scripts()}
+    check_inline(page)
+    known = {*options_of(typer.main.get_command(app)), *OTHERS.get(page.name, "").split(), *options_of_scripts()}
     for code in inline_code(page.read_text()):
         assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", code)) <= known, code
         if dotted := re.match(r"kvsieve(\.\w+)+", code):
             assert dotted[0] == "kvsieve.tasks" or pkgutil.resolve_name(dotted[0]), code
+
+
+def test_commands_that_messages_name_exist():
+    for file in (ROOT / "src").rglob("*.py"):
+        check_inline(file)
 
 
 def test_the_readme_counts_the_methods():
