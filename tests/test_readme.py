@@ -21,6 +21,7 @@ from source_tree import HAS_RESULTS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+GROUP = typer.main.get_command(app)
 PAGES = [
     *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "examples/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
@@ -62,10 +63,9 @@ def test_the_plans_of_the_quickstart_can_be_made():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_and_its_options_exist(page):
-    group = typer.main.get_command(app)
     for name, *arguments in commands(page.read_text()):
-        assert name in group.commands, name
-        command = group.commands[name]
+        assert name in GROUP.commands, name
+        command = GROUP.commands[name]
         context = command.make_context(name, arguments)  # raises for an option that there is not
         for option in ("methods", "compare"):
             if context.params.get(option):
@@ -92,10 +92,9 @@ def options_of(command) -> set[str]:
 
 def check_inline(file: Path) -> None:
     """Fail for a command or an option that a file names between backticks and that does not exist."""
-    group = typer.main.get_command(app)
     for name, *arguments in inline_commands(file.read_text()):
         found = {word for word in arguments if word.startswith("--")}
-        assert found <= options_of(group.commands[name]), (file.name, name, arguments)
+        assert found <= options_of(GROUP.commands[name]), (file.name, name, arguments)
 
 
 @functools.cache
@@ -108,7 +107,7 @@ def options_of_scripts() -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_options_and_names_in_running_text_exist(page):
     check_inline(page)
-    known = {*options_of(typer.main.get_command(app)), *OTHERS.get(page.name, "").split(), *options_of_scripts()}
+    known = {*options_of(GROUP), *OTHERS.get(page.name, "").split(), *options_of_scripts()}
     for code in inline_code(page.read_text()):
         assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", code)) <= known, code
         if dotted := re.match(r"kvsieve(\.\w+)+", code):
@@ -134,7 +133,7 @@ def test_the_readme_is_short():
 
 def test_the_quickstart_shows_every_command():
     shown = {name for name, *_ in commands((ROOT / "docs" / "index.md").read_text())}
-    assert shown == set(typer.main.get_command(app).commands)
+    assert shown == set(GROUP.commands)
 
 
 def test_make_has_every_target_that_is_named():
