@@ -79,6 +79,7 @@ def test_every_command_and_its_options_exist(page):
 
 # Options of other programs that the pages name.
 OTHERS = {
+    "README.md": "--index-url",  # pip
     "evaluation.md": "--model_template_type --model_args --apply_chat_template --use_cache",  # RULER, lm_eval
     "models.md": "--node-rank --master-addr --master-port --rdzv",  # torchrun
     "vllm.md": "--block-size --enable-dbo --attention-backend --max-model-len --gpu-memory-utilization",
@@ -90,7 +91,7 @@ OTHERS = {
 def options_of(command) -> set[str]:
     """The options of a command, or of all commands of a group."""
     inner = [options_of(each) for each in getattr(command, "commands", {}).values()]
-    return {name for parameter in command.params for name in parameter.opts}.union(*inner)
+    return {"--help", *(name for parameter in command.params for name in parameter.opts)}.union(*inner)
 
 
 def check_inline(file: Path) -> None:

@@ -37,6 +37,20 @@ def test_a_parameter_called_as_the_method_is_refused(command, how, model_dir, cl
     assert code == 2 and "has no parameter 'method' (it takes " in err
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["bench", "--peer-methods", "snapkv"], "--peer-methods: only with --peer-python"),
+        (["bench", "--show", "a.json", "--out", "b.json", "--rounds", "1"], "--out, --rounds: not with --show"),
+        (["bench", "--clients", "3"], "--clients: only with --server"),
+        (["serve", "--store-disk", "1GiB"], "--store-disk: only with --store DIR"),
+    ],
+)
+def test_an_option_without_effect_is_refused(given, message, cli):
+    code, _, err = cli(*given)
+    assert code == 2 and message in err
+
+
 def test_a_number_too_large_to_count_with_is_refused(model_dir, cli):
     code, _, err = cli("estimate", model_dir, "--batch", "9" * 400)
     assert code == 2 and "too large to count with" in err

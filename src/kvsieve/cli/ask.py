@@ -114,9 +114,9 @@ def ask_command(
         **results(asked, answers),
     }
     written = True
-    for option, name, form in (("--csv", csv_file, as_csv), ("--html", html_file, as_html)):
+    for place, name, form in (("--csv", csv_file, as_csv), ("--html", html_file, as_html)):
         if name is not None:
-            if saved(option, name, form(report)):
+            if saved(place, name, form(report)):
                 say(f"written: {name}")
             else:
                 written = False

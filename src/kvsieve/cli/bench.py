@@ -34,6 +34,7 @@ from kvsieve.cli.options import (
     WholeChunkOption,
     expanded,
     option,
+    refuse_unused,
 )
 from kvsieve.cli.output import JsonOption, WideOption, check_folder, check_writable, say
 from kvsieve.cli.served import ExtraOption, Load, ServerOption, bench_server, check_options, print_load
@@ -130,8 +131,12 @@ def bench_command(
 
         require_matplotlib()
     if show is not None:
+        shown = ("model", "show", "plots", "markdown", "wide", "as_json")
+        refuse_unused(context, shown, "not with --show, which measures nothing; leave one of them out")
         print_report(read_report(show), plots, markdown, as_json, wide)
         return
+    if peer_python is None:
+        refuse_unused(context, context.params.keys() - {"peer_methods"}, "only with --peer-python")
     check_loading(dtype, device, decode)
     check_writable("--out", out, makes_folders=True)
     check_least(1, batch=batch, rounds=rounds, chunk=chunk)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
 
-from kvsieve.errors import KvsieveError, short
+from kvsieve.errors import InputError, KvsieveError, short
 from kvsieve.planning.quantities import is_tokens, parse_bytes, parse_tokens
 
 # Panels that options are grouped in.
@@ -63,6 +64,18 @@ def options_given(context: typer.Context) -> set[str]:
     sources = {name: context.get_parameter_source(name) for name in context.params}
     explicit = ("COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP")
     return {name for name, source in sources.items() if source is not None and source.name in explicit}
+
+
+def refuse_unused(context: typer.Context, used: Iterable[str], why: str) -> None:
+    """Raise InputError for a given option that has no effect.
+
+    Args:
+        context: of the command.
+        used: parameters that have one, by their names in Python.
+        why: the others have none, and what to do.
+    """
+    if unused := sorted(options_given(context) - {*used}):
+        raise InputError(f"{', '.join('--' + name.replace('_', '-') for name in unused)}: {why}")
 
 
 TOKENS: dict[str, Any] = {"parser": tokens, "metavar": "TOKENS"}

@@ -34,6 +34,7 @@ from kvsieve.cli.options import (
     ModelArgument,
     SettingsOption,
     option,
+    refuse_unused,
 )
 from kvsieve.cli.output import say
 from kvsieve.cli.specs import BudgetOption, CodecOption, chosen_spec, make_runs, method_specs, parse_codecs, spec
@@ -122,6 +123,8 @@ def serve_command(
     check_memory(memory)
     _check_numbers(port, seconds, gap, drain)
     _check_cache(edits, store, store_memory, store_disk)
+    if store is None:
+        refuse_unused(context, context.params.keys() - {"store_disk"}, "only with --store DIR, which it limits")
     chosen = chosen_spec(method, budget, settings or [])
     codecs = parse_codecs(codec)
     if len(codecs) > 1:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsieve.cli.loading import check_least
-from kvsieve.cli.options import SERVER, option, options_given
+from kvsieve.cli.options import SERVER, option, refuse_unused
 from kvsieve.cli.output import NARROW, WIDE, check_writable, emit_json, print_table, progress_bar, say, show
 from kvsieve.errors import InputError
 from kvsieve.folders import write_whole
@@ -40,18 +40,14 @@ def check_options(context: typer.Context, server: str | None, allowed: Sequence[
 
     allowed: options that apply to a server, besides those of both commands.
     """
-    options = options_given(context)
     if server is None:
-        for name in sorted(options & {"clients", "extra"}):
-            raise InputError(f"--{name}: only with --server")
+        refuse_unused(context, context.params.keys() - {"clients", "extra"}, "only with --server")
         return
-    wrong = sorted(options - {*allowed, "server", "clients", "extra", "model", "out", "wide", "as_json"})
-    if wrong:
-        named = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
-        raise InputError(
-            f"{named}: not with --server, which reads and answers as it was started; give what it takes per request "
-            "as --extra"
-        )
+    refuse_unused(
+        context,
+        {*allowed, "server", "clients", "extra", "model", "out", "wide", "as_json"},
+        "not with --server, which reads and answers as it was started; give what it takes per request as --extra",
+    )
     if not re.match(r"https?://[^/\s]", server):
         raise InputError(f"--server is a URL such as http://127.0.0.1:8000, got {server!r}")
     _numbers("--clients", context.params["clients"])
