@@ -122,9 +122,7 @@ def serve_command(
     check_least(1, running=running, queue=queue, chunk=chunk, max_tokens=max_tokens, kv_memory=kv_memory)
     check_memory(memory)
     _check_numbers(port, seconds, gap, drain)
-    _check_cache(edits, store, store_memory, store_disk)
-    if store is None:
-        refuse_unused(context, context.params.keys() - {"store_disk"}, "only with --store DIR, which it limits")
+    _check_cache(context, edits, store, store_memory, store_disk)
     chosen = chosen_spec(method, budget, settings or [])
     codecs = parse_codecs(codec)
     if len(codecs) > 1:
@@ -196,8 +194,10 @@ def _check_machine(device: str | None, host: str, port: int) -> None:
     listening_socket(host, port).close()
 
 
-def _check_cache(edits: str, store: str | None, memory: str, disk: str) -> None:
-    """Raise InputError for sizes that are none, and for --edits without cached sessions."""
+def _check_cache(context: typer.Context, edits: str, store: str | None, memory: str, disk: str) -> None:
+    """Raise InputError for sizes that are none or limit no store, and for --edits without cached sessions."""
+    if store is None:
+        refuse_unused(context, context.params.keys() - {"store_disk"}, "only with --store DIR, which it limits")
     for size in {memory.strip(), disk} - {"none"}:
         parse_bytes(size)
     if edits not in ("on", "off"):

@@ -284,14 +284,14 @@ def advice(summaries: Sequence[MethodSummary]) -> str:
     equal = [summary for summary in others if summary.same == total and summary.applied]
     least = min(equal, key=lambda summary: summary.kv_bytes, default=None)
     if not any(summary.applied for summary in others):
-        end = "no method acted on every prompt: what is kept whole is full KV. Ask about more text, or set floor=0."
+        end = "No method acted on every prompt: what is kept whole is full KV. Ask about more text, or set floor=0."
     elif least is None:
-        end = "none gives every answer of full KV: try a larger budget, or keep full KV."
+        end = "None gives every answer of full KV: try a larger budget, or keep full KV."
     elif least.kv_bytes >= reference.kv_bytes:
         end = f"{least.method} gives every answer of full KV, and takes as much memory."
     else:
         end = f"{least.method} gives every answer of full KV with {least.kv_share:.0%} of its memory."
-    return f"{'; '.join(parts)}. {end[0].upper()}{end[1:]}"
+    return f"{'; '.join(parts)}. {end}"
 
 
 def _median(values: Sequence[float]) -> float:
