@@ -91,9 +91,9 @@ def test_where_answers_differ():
 @pytest.mark.parametrize(
     ("others", "told"),
     [
-        ({"a": ([1], [9], 20), "b": ([1], [2], 50)}, "B gives every answer of full KV with 50% of its memory."),
+        ({"a": ([1], [9], 20), "b": ([1], [2], 50)}, "b gives every answer of full KV with 50% of its memory."),
         ({"a": ([1], [9], 20)}, "None gives every answer of full KV: try a larger budget, or keep full KV."),
-        ({"a": ([1], [2], 100)}, "A gives every answer of full KV, and takes as much memory."),
+        ({"a": ([1], [2], 100)}, "a gives every answer of full KV, and takes as much memory."),
     ],
 )
 def test_the_advice_names_the_smallest_method_that_differs_nowhere(others, told):
@@ -111,7 +111,7 @@ def test_the_advice_says_where_no_method_acted():
     assert text.startswith("a differs from full KV on 0 of 1. No method acted on every prompt")
     # A method that acted is judged where others did not act.
     text = advice(summarise([full, replace(idle, applied=False), answer("b", [1], 50)]))
-    assert text.endswith("B gives every answer of full KV with 50% of its memory.")
+    assert text.endswith("b gives every answer of full KV with 50% of its memory.")
 
 
 def test_questions_come_from_both_options(tmp_path):
