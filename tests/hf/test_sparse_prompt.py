@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -11,10 +13,12 @@ from kvsieve.cli.specs import compared_specs, make_runs, parse_prefills
 from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.lab.bench.estimate import estimate
 from kvsieve.lab.bench.geometry import geometry
+from kvsieve.hf.prompt.chunks import chunk_ends
 from kvsieve.lab.eval.cells import settings
 from kvsieve.methods import AShape, XAttention
 from kvsieve.planning.named import crossed
 from kvsieve.planning.plans import Plan
+from small import plan_of
 from tiny import greedy, padded_prompt
 from tiny_models import build
 
@@ -94,6 +98,51 @@ def test_skipping_is_masking_in_every_layer(model, prompts, monkeypatch):
     # Two chunks of four layers: what is left of a prompt behind them has less than a block.
     assert len(seen) == 8
     assert all(torch.allclose(out, expected, atol=1e-10) for out, expected in seen)
+
+
+def seen_in_passes(role, ends):
+    """Which keys each query of a prompt sees if its passes end there, bool [N, N]: A-shape's definition, by token."""
+    mask = torch.ones(ends[-1], ends[-1], dtype=torch.bool).tril()
+    for start, end in itertools.pairwise([0, *ends]):
+        if end < role.least or end - start < role.queries:
+            continue
+        pad = -start % role.block
+        blocks = -(-(end - start) // role.queries)
+        for number in range(blocks - role.full if end == ends[-1] else blocks):
+            own = start + number * role.queries
+            keys = torch.arange(own)
+            near = (keys - own) // role.block >= -(-(-role.local // role.block))
+            first = (keys + pad) // role.block < -(-(role.sinks + pad) // role.block)
+            mask[own : min(own + role.queries, end), :own] &= near | first
+    return mask
+
+
+@pytest.mark.parametrize("full", [0, 1])
+@pytest.mark.parametrize(
+    ("size", "chunk"),
+    [(150, None), (150, 48), (150, 50), (31, None), (41, None), (41, 7), (41, 16), (41, 17), (1, None)],
+)
+def test_passes_are_sparse_by_their_own_tokens_and_entries(model, prompts, size, chunk, full):
+    """Short passes, and those with few entries, are dense, so short chunks of a short prompt are not one pass."""
+    role = AShape(block=8, queries=16, least=32, sinks=3, local=8, full=full)
+    ids = prompts[0][:1, :size]
+    mask = seen_in_passes(role, chunk_ends(size, chunk, 0))
+    found, stats, _ = answered(model, Plan(prefill=role), ids, chunk=chunk, max_new_tokens=1)
+    hidden = torch.zeros(size, size, dtype=torch.float64).masked_fill(~mask, float("-inf"))
+    expected = model(ids, attention_mask=hidden[None, None]).logits[:, -1:].float()
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert stats.applied == (not mask.equal(torch.ones_like(mask).tril()))
+
+
+@pytest.mark.parametrize("method", [name for name in kvsieve.list_methods() if kvsieve.method_info(name).is_prefill])
+def test_chunks_shorter_than_a_block_of_queries_are_dense(model, prompts, method):
+    plan = plan_of(method, model)
+    ids = prompts[0][:1]
+    found, stats, _ = answered(model, plan, ids, chunk=plan.prefill.queries - 1)
+    expected, _, _ = answered(model, Plan(), ids)
+    assert torch.allclose(found, expected, atol=1e-8)
+    assert stats.prompt_density == 1.0 and any("each pass over it, is too short" in note for note in stats.notes)
+    assert answered(model, plan, ids)[1].prompt_density < 1
 
 
 def test_later_turns_are_read_sparsely_too_and_answers_are_not(model, prompts):

@@ -130,10 +130,16 @@ def test_critiprefill_ranks_blocks_by_bounds_of_queries_and_keys(new):
     before = grid.first + (grid.query_blocks - 1) * grid.own
     assert set(first[0, 0, -1, :before].nonzero().flatten().tolist()) == set(best.tolist())
     # The next layer blends its weights with those of this one, by a quarter.
-    ctx.shared["critiprefill"] = 100 * torch.eye(grid.key_blocks)[:1].expand_as(wanted).clone()
+    before = 100 * torch.eye(grid.key_blocks)[:1].expand_as(wanted)
+    ctx.shared["critiprefill"] = ctx.layer_idx - 1, before
     chosen = method.select(ctx)
     assert chosen[:, :, 1:, 0].all()
-    torch.testing.assert_close(ctx.shared["critiprefill"][..., 1:], 0.75 * wanted[..., 1:], atol=1e-5, rtol=1e-4)
+    layer, blended = ctx.shared["critiprefill"]
+    assert layer == ctx.layer_idx
+    torch.testing.assert_close(blended[..., 1:], 0.75 * wanted[..., 1:], atol=1e-5, rtol=1e-4)
+    # A layer after one with full attention is not blended with the last sparse one.
+    ctx.shared["critiprefill"] = ctx.layer_idx - 2, before
+    assert torch.equal(method.select(ctx), first)
 
 
 @pytest.mark.parametrize("new", [200, 77])

@@ -62,10 +62,10 @@ class CritiPrefill(BlockPrefill, heads="own"):
 
     def select(self, ctx: PromptContext) -> Tensor:
         weights = self.weights(ctx)
-        before = ctx.shared.get(_BEFORE)
-        if before is not None and before.shape == weights.shape:
+        layer, before = ctx.shared.get(_BEFORE, (None, weights))
+        if layer == ctx.layer_idx - 1 and before.shape == weights.shape:
             weights = (1 - self.fusion) * weights + self.fusion * before
-        ctx.shared[_BEFORE] = weights
+        ctx.shared[_BEFORE] = ctx.layer_idx, weights
         return topmost(weights, self.critical // self.block) | self.always(ctx)
 
     def weights(self, ctx: PromptContext) -> Tensor:

@@ -22,7 +22,7 @@ class SparsePrefill(Role):
 
     @property
     def queries(self) -> int:
-        """Queries of a block, a multiple of `block`."""
+        """Queries of a block, a multiple of `block`. A pass over fewer tokens, such as a short chunk, is dense."""
         return 128
 
     @property
@@ -32,7 +32,7 @@ class SparsePrefill(Role):
 
     @property
     def least(self) -> int:
-        """Fewest entries for sparse attention in a layer; with fewer it is dense."""
+        """Fewest entries for sparse attention in a layer; a pass that ends with fewer is dense."""
         return 1024
 
     @property
