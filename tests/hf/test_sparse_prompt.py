@@ -11,9 +11,9 @@ import kvsieve
 from attend import masked_attention
 from kvsieve.cli.specs import compared_specs, make_runs, parse_prefills
 from kvsieve.errors import PlanError, UnsupportedModelError
+from kvsieve.hf.prompt.chunks import chunk_ends
 from kvsieve.lab.bench.estimate import estimate
 from kvsieve.lab.bench.geometry import geometry
-from kvsieve.hf.prompt.chunks import chunk_ends
 from kvsieve.lab.eval.cells import settings
 from kvsieve.methods import AShape, XAttention
 from kvsieve.planning.named import crossed
@@ -111,8 +111,8 @@ def seen_in_passes(role, ends):
         for number in range(blocks - role.full if end == ends[-1] else blocks):
             own = start + number * role.queries
             keys = torch.arange(own)
-            near = (keys - own) // role.block >= -(-(-role.local // role.block))
-            first = (keys + pad) // role.block < -(-(role.sinks + pad) // role.block)
+            near = (own - keys + role.block - 1) // role.block <= (role.local + role.block - 1) // role.block
+            first = (keys + pad) // role.block < (role.sinks + pad + role.block - 1) // role.block
             mask[own : min(own + role.queries, end), :own] &= near | first
     return mask
 

@@ -15,11 +15,11 @@ from kvsieve.planning.roles import Layers, SparsePrefill, check_layers
 class BlockPrefill(SparsePrefill):
     """Base with parameters for blocks and for layers with full attention.
 
-    block: keys per block. queries: queries per block, a multiple of `block`. least: entries from which a pass is sparse;
-    a pass over fewer tokens than `queries`, such as a short chunk, never is. sinks: keys at the beginning that all queries attend to, in whole blocks. local: keys before
-    their own block that all queries attend to, in whole blocks. full: last query blocks of a prompt, usually with its
-    question, that attend to everything. skip_layers: layers with full attention: how many at the start, or which, as
-    text "0/1/-1".
+    block: keys per block. queries: queries per block, a multiple of `block`. least: entries from which a pass is
+    sparse; a pass over fewer tokens than `queries`, such as a short chunk, never is. sinks: keys at the beginning that
+    all queries attend to, in whole blocks. local: keys before their own block that all queries attend to, in whole
+    blocks. full: last query blocks of a prompt, usually with its question, that attend to everything. skip_layers:
+    layers with full attention: how many at the start, or which, as text "0/1/-1".
     """
 
     block: int = 128
