@@ -1,6 +1,7 @@
 """Answers by JSON schemas: how many match, what a token takes with and without the schema, and compilers compared.
 
-    python benchmarks/speed/structured.py MODEL ... [--calls] [--schemas 100] [--new-tokens 768] [--seed 0] [--out FILE]
+    python benchmarks/speed/structured.py MODEL ... [--calls] [--schemas 100] [--new-tokens 768] [--seed 0]
+        [--minutes M] [--out FILE]
     python benchmarks/speed/structured.py MODEL --compare [--schemas 100] [--rounds 3] [--out FILE]
 
 The schemas are those of json_schemas.py: nested objects, enumerations, arrays, formats, bounded numbers, alternatives
@@ -16,7 +17,8 @@ With --compare nothing is generated: llguidance, as kvsieve uses it, and xgramma
 model's tokenizer, and compute the mask before each token of a value that matches (an interpreter that has both, such
 as a venv with `pip install xgrammar` beside kvsieve). Each schema is compiled without a cache.
 
-All parts are kept in one result, `benchmarks/results/structured.json`, by the model's name.
+All parts are kept in one result, `benchmarks/results/structured.json`, by the model's name. Schemas that it has answers
+to are not asked again, so a run that was interrupted, or ended by --minutes, continues with the same command.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ import jsonschema
 import torch
 
 import kvsieve
+from benchmarks.answers.compared import Deadline
 from benchmarks.speed.json_schemas import Sample, samples
 from kvsieve.hf.generate.grammar import compiled
 from kvsieve.models import load_tokenizer
@@ -163,28 +166,45 @@ def answered(sieve: Any, tokenizer: Any, sample: Sample, number: int, arguments:
     }
 
 
-def measured(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the answers of a model, and their summary."""
+def measured(name: str, arguments: argparse.Namespace, known: dict[str, Any], write: Callable[[], None]) -> None:
+    """Add the answers of a model that a result lacks, and write it after each.
+
+    known: the model's part of the result; raises SystemExit if it is of other settings.
+    """
+    settings = {"seed": arguments.seed, "new_tokens": arguments.new_tokens}
+    if known.setdefault("settings", settings) != settings:
+        raise SystemExit(f"error: {arguments.out} has other settings; name another file with --out")
+    rows = known.setdefault("answers", [])
+    if len(rows) >= arguments.schemas:
+        return
+    deadline = Deadline(arguments.minutes)
     model, tokenizer = kvsieve.models.load(name)
+    known.setdefault("environments", []).append(environment(model))
     # The tokenizer is converted once for all grammars.
     began = time.perf_counter()
     compiled(kvsieve.Grammar.regex("x"), tokenizer)
-    prepare_s = time.perf_counter() - began
-    rows = []
+    known["prepare_s"] = round(time.perf_counter() - began, 2)
     with kvsieve.attach(model, kvsieve.plan("full"), tokenizer=tokenizer) as sieve:
         for number, sample in enumerate(samples(arguments.schemas, arguments.seed)):
+            if number < len(rows) or deadline.passed:
+                continue
             rows.append(answered(sieve, tokenizer, sample, number, arguments))
             print(f"{name}, schema {number}: {rows[-1]}", flush=True)
-    summary = {
+            known["summary"] = summary(rows)
+            write()
+    print(f"{name}: {known.get('summary')}")
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of a model's answers."""
+    return {
+        "schemas": len(rows),
         "valid": sum(row["fault"] is None for row in rows) / len(rows),
         "ratio": round(statistics.median(row["ratio"] for row in rows), 4),
         "compile_ms": figures([row["compile_ms"] for row in rows], 1),
         "matcher_ms": figures([row["matcher_ms"] for row in rows], 1),
-        "prepare_s": round(prepare_s, 2),
         "wanted": WANTED,
     }
-    print(f"{name}: {summary}")
-    return {"environment": environment(model), "summary": summary, "answers": rows}
 
 
 Step = Callable[[int], bool]
@@ -287,13 +307,18 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=768, help="most tokens of an answer (default: 768)")
     parser.add_argument("--rounds", type=int, default=3, help="of --compare (default: 3)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, help="end of a model's answers (default: none)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     report: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     for name in arguments.models:
-        part = "compared" if arguments.compare else "calls" if arguments.calls else "answers"
-        report.setdefault(part, {})[Path(name).name] = (compared if arguments.compare else measured)(name, arguments)
-        write_result(arguments.out, report)
+        part = report.setdefault("compared" if arguments.compare else "calls" if arguments.calls else "answers", {})
+        if arguments.compare:
+            part[Path(name).name] = compared(name, arguments)
+            write_result(arguments.out, report)
+        else:
+            known = part.setdefault(Path(name).name, {})
+            measured(name, arguments, known, lambda: write_result(arguments.out, report))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
-"""benchmarks/speed/json_schemas.py: schemas with values that match, by jsonschema and by the grammar."""
+"""benchmarks/speed/structured.py, and its schemas with values that match, by jsonschema and by the grammar."""
 
 from __future__ import annotations
 
+import argparse
 import json
 
+import pytest
+
+from benchmarks.speed import structured
 from benchmarks.speed.json_schemas import samples
 from benchmarks.speed.structured import fault
 from kvsieve.hf.generate.grammar import compiled
 from kvsieve.planning.grammars import Grammar
+from tiny_models import build
 from toy_bytes import byte_chats
 
 
@@ -23,3 +28,29 @@ def test_values_match_their_schemas_and_a_longer_list_begins_alike():
         assert fault(value, sample.schema) is None and fault(value[:-1], sample.schema) is not None
         tokens = tokenizer(value)["input_ids"]
         assert compiled(Grammar.json_schema(sample.schema), tokenizer).matcher(()).allowed(tokens) == len(tokens)
+
+
+def test_a_run_continues_where_it_stopped(tmp_path, monkeypatch):
+    asked = []
+
+    def answered(sieve, tokenizer, sample, number, arguments):
+        asked.append(number)
+        return {"fault": None, "ratio": 1.0, "compile_ms": 1.0, "matcher_ms": 1.0}
+
+    monkeypatch.setattr(structured, "answered", answered)
+    monkeypatch.setattr(structured.kvsieve.models, "load", lambda name: (build("llama"), byte_chats()))
+    written = []
+
+    def measure(count: int, known: dict) -> dict:
+        given = argparse.Namespace(schemas=count, seed=0, new_tokens=8, minutes=None, out=tmp_path / "result.json")
+        structured.measured("toy", given, known, lambda: written.append(json.dumps(known)))
+        return known
+
+    known = measure(2, {})
+    assert asked == [0, 1] and known["summary"]["schemas"] == 2
+    known = measure(3, json.loads(written[-1]))
+    assert asked == [0, 1, 2] and len(known["environments"]) == 2
+    measure(3, known)
+    assert asked == [0, 1, 2]
+    with pytest.raises(SystemExit, match="other settings"):
+        measure(3, {**known, "settings": {"seed": 1, "new_tokens": 8}})
