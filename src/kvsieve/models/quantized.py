@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -175,6 +176,45 @@ def matrices_of(module: nn.Module) -> list[QuantizedMatrix]:
     """Return the weights in blocks of a module, each once."""
     parts = (part.matrix for part in module.modules() if isinstance(part, QuantizedLinear | QuantizedEmbedding))
     return list({matrix.data.data_ptr(): matrix for matrix in parts}.values())
+
+
+def include_blocks(model: Any, way_out: str) -> None:
+    """Let a loaded model's methods count its weights in blocks, or refuse to write them.
+
+    way_out: the end of the errors of `state_dict` and `save_pretrained`, such as "load it with weights='expand'".
+    """
+    model.num_parameters = functools.partial(_num_parameters, model)
+    model.get_memory_footprint = functools.partial(_memory_footprint, model)
+    model.state_dict = functools.partial(_state_dict, model, way_out)
+    model.save_pretrained = functools.partial(_refuse_to_save, way_out)
+
+
+def _num_parameters(model: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    """Count parameters as transformers does; blocks are not trainable, and shared ones count once."""
+    found: int = type(model).num_parameters(model, only_trainable, exclude_embeddings)
+    if only_trainable:
+        return found
+    tables = {part.matrix.data.data_ptr() for part in model.modules() if isinstance(part, QuantizedEmbedding)}
+    counted = [m for m in matrices_of(model) if not (exclude_embeddings and m.data.data_ptr() in tables)]
+    return found + sum(matrix.width * matrix.inner for matrix in counted)
+
+
+def _memory_footprint(model: Any, return_buffers: bool = True) -> int:
+    found: int = type(model).get_memory_footprint(model, return_buffers)
+    return found + sum(matrix.nbytes for matrix in matrices_of(model))
+
+
+def _state_dict(model: Any, way_out: str, *args: Any, **kwargs: Any) -> Any:
+    """Return all weights but those in blocks to PEFT, which saves adapters by it; refuse other calls."""
+    # A module around the model gives a destination; adapters within it leave their configurations.
+    whole = not args and kwargs.get("destination") is None and "peft_config" not in vars(model)
+    if whole and matrices_of(model):
+        raise KvsieveError(f"state_dict() has no form for weights in blocks: {way_out}")
+    return type(model).state_dict(model, *args, **kwargs)
+
+
+def _refuse_to_save(way_out: str, *_: Any, **__: Any) -> None:
+    raise KvsieveError(f"weights in blocks cannot be saved as a checkpoint of transformers: {way_out}")
 
 
 def dequantized_together(linears: Sequence[nn.Linear]) -> list[Tensor | None]:

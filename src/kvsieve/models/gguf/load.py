@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvsieve.errors import KvsieveError
 from kvsieve.models.fetch import ModelLoadError
 from kvsieve.models.gguf.config import expanded_config, make_config, read_settings
 from kvsieve.models.gguf.file import GgufFile
 from kvsieve.models.gguf.filling import Filling
 from kvsieve.models.gguf.tokenizer import generation_of, tokenizer_of
+from kvsieve.models.quantized import include_blocks
 from kvsieve.models.source import CHECKED, check_complete, load_error
 
 
@@ -52,7 +51,7 @@ def load_blocks(path: str | os.PathLike[str], dtype: torch.dtype) -> tuple[PreTr
     filling.run()
     filling.tell()
     model.generation_config = generation_of(file, tokenizer)
-    model.save_pretrained = functools.partial(_refuse_to_save, file.path)
+    include_blocks(model, f"copy {file.path}, or load it with weights='expand'")
     return model.eval(), tokenizer
 
 
@@ -92,10 +91,3 @@ def _dequantizing() -> dict[str, Any]:
         # A transformers that knows no other way.
         return {}
     return {"quantization_config": GgufConfig(dequantize=True)}
-
-
-def _refuse_to_save(path: Any, *_: Any, **__: Any) -> None:
-    raise KvsieveError(
-        f"weights in blocks cannot be saved as a checkpoint of transformers: copy {path}, or load it with "
-        "weights='expand' and save that"
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import os
 import sys
@@ -11,7 +10,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvsieve.errors import KvsieveError, KvsieveWarning
+from kvsieve.errors import KvsieveWarning
 from kvsieve.folders import cache_dir, make_private
 from kvsieve.models.fetch import ModelLoadError, scratch_dir
 from kvsieve.models.source import check_weights, checkpoint_source, load_error
@@ -140,6 +139,8 @@ class _Checkpoint:
 
     def mapped(self, matrices: dict[str, QuantizedMatrix], dtype: torch.dtype | str) -> PreTrainedModel:
         """Return the model over mapped weights. Raises ModelLoadError, and _OtherLayoutError."""
+        from kvsieve.models.quantized import include_blocks
+
         mapping = _MappingPass(matrices, self.weights)
         model: Any = self.model(dtype, mapping)
         plain = sum(mapping.plain.values())
@@ -151,7 +152,7 @@ class _Checkpoint:
                 KvsieveWarning,
                 stacklevel=4,
             )
-        model.save_pretrained = functools.partial(_refuse_to_save, self.name)
+        include_blocks(model, f"copy {self.name}, or load it without weights={self.weights!r}")
         return model
 
     def model(self, dtype: torch.dtype | str, loading: Pass) -> PreTrainedModel:
@@ -201,12 +202,6 @@ def _check_dtype(dtype: torch.dtype | str | None) -> None:
         raise ModelLoadError(
             f"packed weights are computed with in float32 or bfloat16, got dtype {dtype}: ask for one of these"
         )
-
-
-def _refuse_to_save(name: str, *_: Any, **__: Any) -> None:
-    raise KvsieveError(
-        f"packed weights cannot be saved as a checkpoint of transformers: copy {name}, which they were packed from"
-    )
 
 
 def _identity(source: str, options: dict[str, Any], weights: Weights) -> str:
