@@ -155,6 +155,13 @@ WRONG = {
     "a server's without one": (["bench", "--clients", "3"], "--clients: only with --server"),
     "no clients": (["bench", "--server", "URL", "--clients", "0"], "--clients is a number"),
     "no JSON": (["bench", "--server", "URL", "--extra", "{kv"], "--extra is a JSON object"),
+    **{
+        f"its member, {command}": (
+            [command, "--server", "URL", "--out", "x", "--extra", '{"n": 2}'],
+            "cannot be n:",
+        )
+        for command in ("bench", "eval")
+    },
     "nobody there": (["bench", "--server", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
     "no gap to read in": (["serve", "--gap", "1"], "--gap must be more than 1, got 1.0"),
     "a hidden question": (["eval", "--server", "URL", "--question", "hidden", "--out", "x"], "visibly only"),
@@ -180,6 +187,8 @@ def test_refusals_are_told(url, tokenizer, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "wrong")
     with pytest.raises(ServerError, match="set OPENAI_API_KEY"):
         ServerClient(url)
+    with pytest.raises(InputError, match="cannot be n, echo"):
+        ServerClient(url, extra={"echo": True, "n": 2, "stop": "."})
     assert parse_extra('{"a": 1}') == {"a": 1}
     with pytest.raises(InputError, match="JSON object"):
         parse_extra("[1]")

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import httpx
 
 KEY = "OPENAI_API_KEY"
+# Members of a request that a measurement sets, or that would put other text into its answer.
+_OWN = ("prompt", "max_tokens", "stream", "n", "best_of", "echo", "suffix")
 
 
 class ServerError(KvsieveError):
@@ -73,7 +75,7 @@ class ServerClient:
         timeout: seconds without any answer.
 
     Raises:
-        InputError: httpx is not installed.
+        InputError: httpx is not installed, or `extra` has members that a measurement sets.
         ServerError: the server cannot be reached, or has no models.
     """
 
@@ -85,7 +87,7 @@ class ServerClient:
         import httpx
 
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.extra = dict(extra or {})
+        self.extra = _checked(extra or {})
         key = os.environ.get(KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         # Some servers silently close a connection after a stream, and the next request would be lost.
@@ -181,7 +183,18 @@ def parse_extra(text: str | None) -> dict[str, Any]:
         raise InputError(f"--extra is a JSON object, got {text!r}: {error}") from error
     if not isinstance(found, dict):
         raise InputError(f'--extra is a JSON object such as \'{{"kv": {{"method": "full"}}}}\', got {text!r}')
-    return found
+    return _checked(found)
+
+
+def _checked(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return additional members of requests. Raises InputError for those that a measurement sets."""
+    own = [name for name in _OWN if name in extra]
+    if own:
+        raise InputError(
+            f"extra members of a request cannot be {', '.join(own)}: a measurement sets these itself, for one streamed "
+            "answer per prompt; leave them out"
+        )
+    return dict(extra)
 
 
 def check_tokenizer_of(client: ServerClient, ids: Sequence[int], text: str, name: str) -> None:
