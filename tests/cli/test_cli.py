@@ -651,6 +651,22 @@ def test_run_generates_as_asked(cli, model_dir, prompt_file):
     assert "--decode 'compile' is gone: it was slower than 'fused'" in cli("run", "x", "--decode", "compile")[2]
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("run", "--prompt", "w1 w2 w3", "--max-new-tokens", "2"),
+        ("bench", "--methods", "knorm:budget=20", "--lengths", "40", "--rounds", "1", "--new-tokens", "2"),
+    ],
+    ids=lambda given: given[0],
+)
+def test_an_engine_that_cannot_run_here_is_told(cli, model_dir, given, monkeypatch):
+    monkeypatch.setattr("kvsieve.lab.bench.roofline.READ_BYTES", 1 << 20)
+    monkeypatch.setattr("kvsieve.lab.bench.roofline.LEAST_SECONDS", 0.0)
+    command, *options = given
+    code, _, err = cli(command, model_dir, *options, "--decode", "graph")
+    assert code == 0 and err.count("warning: decode='graph' computes tokens eagerly here: a CUDA graph needs") == 1
+
+
 def test_control_tokens_in_a_prompt_are_text(cli, model_dir, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text("w1 [EOS] w2")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
 
 import kvsieve
 from interpreted import interpreted
-from kvsieve.errors import CacheStateError, PlanError
+from kvsieve.errors import CacheStateError, KvsieveWarning, PlanError
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.decode import engine as fixed
 from kvsieve.hf.forward.request import PassRequest
@@ -344,10 +345,13 @@ def test_a_decoder_that_counts_tokens_by_itself(stand_in):
 
 
 def test_a_graph_needs_cuda_and_bad_names_are_refused(model):
-    ours, _ = answer(model, planned("full"), prompt(), max_new_tokens=3)
+    with pytest.warns(KvsieveWarning, match="decode='graph' computes tokens eagerly here: a CUDA graph needs"):
+        ours, _ = answer(model, planned("full"), prompt(), max_new_tokens=3)
     assert ours.stats.decoding.engine == "eager"
     assert ours.stats.decoding.reason == "a CUDA graph needs the model on a CUDA device, it is on cpu"
-    ours, _ = answer(model, planned("full"), prompt(), None, "auto", max_new_tokens=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KvsieveWarning)
+        ours, _ = answer(model, planned("full"), prompt(), None, "auto", max_new_tokens=3)
     assert ours.stats.decoding.engine == "eager" and ours.stats.decoding.reason is None
     with pytest.raises(PlanError, match="decode must be one of auto, eager, .*, got 'fast'"):
         answer(model, planned("full"), prompt(), None, "fast")

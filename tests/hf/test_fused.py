@@ -11,6 +11,7 @@ from torch import nn
 from transformers import DynamicCache
 
 import kvsieve
+from kvsieve.errors import KvsieveWarning
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.decode import fused_decoder, fused_modules, linears
 from kvsieve.hf.decode.fused_modules import FusedModules
@@ -199,7 +200,10 @@ def test_by_default_weights_that_matter_are_fused(monkeypatch):
     ids=["operations", "products"],
 )
 def test_what_cannot_be_fused_runs_eagerly_and_says_why(make, reason):
-    with kvsieve.attach(make(), kvsieve.plan("full"), decode="fused") as sieve:
+    with (
+        pytest.warns(KvsieveWarning, match=f"decode='fused' computes tokens eagerly here: .*{reason}"),
+        kvsieve.attach(make(), kvsieve.plan("full"), decode="fused") as sieve,
+    ):
         told = sieve.generate(PROMPT[:, :8], max_new_tokens=3, eos_token_id=None, pad_token_id=0).stats.decoding
     assert told.engine == "eager" and reason in told.reason and told.fused_modules == told.linear_layers == 0
 

@@ -144,6 +144,10 @@ def attached(
         caution = plan.caution(sieve.num_layers)
         if caution is not None:
             warnings.warn(caution, KvsieveWarning, stacklevel=4)
+        refusal = sieve.engine.refusal
+        if decode != "auto" and refusal is not None:
+            note = f"decode={decode!r} computes tokens eagerly here: {refusal}; leave it out for the fastest way"
+            warnings.warn(note, KvsieveWarning, stacklevel=4)
         hidden = hidden or (plan.evict is not None and "hidden" in plan.evict.traits.needs)
         with _running(sieve, hidden, leaving, any_plan), uncopied(model.modules()), passes.closing():
             yield sieve
