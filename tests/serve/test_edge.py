@@ -16,13 +16,14 @@ from starlette.responses import Response
 
 import kvsieve.models
 from kvsieve.cli.main import run_cli
-from kvsieve.errors import InputError
+from kvsieve.errors import InputError, KvsieveWarning
 from kvsieve.serve import events
 from kvsieve.serve.app import create_app
 from kvsieve.serve.events import EventStream
 from kvsieve.serve.guards import Edge, host_name
 from kvsieve.serve.keys import Keys, read_keys
 from kvsieve.serve.limits import ServerLimits
+from kvsieve.serve.memory import KVBytes
 from kvsieve.serve.run import ServerOptions, application, check_reach, listening_socket
 from served_apps import listening
 from tiny_models import build
@@ -222,6 +223,21 @@ def test_servers_that_others_reach_by_mistake_do_not_start(given, words):
 )
 def test_servers_that_may_start(given):
     _check_reach(ServerOptions(**given))
+
+
+def test_a_server_starts_with_memory_for_a_request_and_says_which_engine_cannot_run():
+    model = build("llama")
+    least = KVBytes(model).of_request(1, 1)
+    for size in (1 << 10, least - 1):
+        options = ServerOptions(limits=ServerLimits(kv_bytes=size))
+        with pytest.raises(InputError, match=f"--kv-memory has {size:,} bytes .* needs {least:,}; raise it"):
+            application(model, chat_tokenizer(), options, "tiny").__enter__()
+    options = ServerOptions(limits=ServerLimits(kv_bytes=least), decode="graph")
+    serving = application(model, chat_tokenizer(), options, "tiny")
+    with pytest.warns(KvsieveWarning, match="decode='graph' computes tokens eagerly"), serving as app:
+        with listening(app) as url:
+            asked = httpx.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": [5], "max_tokens": 1})
+    assert asked.status_code == 200
 
 
 @pytest.mark.parametrize("value", ["", " , ", ",", "\n"])

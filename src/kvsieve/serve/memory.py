@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from kvsieve.errors import UnsupportedModelError
+from kvsieve.cache.contract import MIN_ROOM
+from kvsieve.errors import InputError, UnsupportedModelError
 from kvsieve.hf.model.memory import shapes_of
 from kvsieve.models.quantized import matrices_of
 
@@ -34,6 +35,25 @@ class KVBytes:
     def of(self, tokens: int) -> int:
         """Return the bytes of a conversation of `tokens` tokens without eviction."""
         return self._state + sum(size * (tokens if span is None else min(tokens, span)) for span, size in self._windows)
+
+    def of_request(self, prompt: int, answer: int, answers: int = 1, documents: int = 0) -> int:
+        """Return the most bytes that a request takes: its whole prompt until the plan has acted, answers and room.
+
+        prompt, answer: tokens. documents: tokens of joined ones, with entries that are copied to their places.
+        """
+        room = max(MIN_ROOM, prompt // 8)
+        copied = self.of(documents) if documents else 0
+        return self.of(prompt) + copied + answers * self.of(answer + room)
+
+
+def check_room(model: Any, kv_bytes: int | None) -> None:
+    """Raise InputError for a limit on conversations' bytes that no request fits."""
+    least = KVBytes(model).of_request(1, 1)
+    if kv_bytes is not None and kv_bytes < least:
+        raise InputError(
+            f"--kv-memory has {kv_bytes:,} bytes for the KV cache of running requests, and one of a single token needs "
+            f"{least:,}; raise it"
+        )
 
 
 def free_bytes(model: Any) -> int | None:

@@ -27,7 +27,7 @@ from kvsieve.serve.connections import bounded_connections
 from kvsieve.serve.endpoint import Service
 from kvsieve.serve.keys import Keys, check_reach, is_local
 from kvsieve.serve.limits import ServerLimits
-from kvsieve.serve.memory import free_bytes
+from kvsieve.serve.memory import check_room, free_bytes
 from kvsieve.serve.prefixes import Prefixes, open_prefixes
 from kvsieve.serve.prepare import Preparer
 from kvsieve.serve.scheduler import Scheduler
@@ -105,6 +105,7 @@ def application(
     limits = options.limits
     if limits.kv_bytes is None:
         limits = dataclasses.replace(limits, kv_bytes=free_bytes(model))
+    check_room(model, limits.kv_bytes)
     with attached(model, Plan(), options.decode, tokenizer, any_plan=True) as sieve:
         scheduler = Scheduler(sieve, tokenizer, limits, _prefixes(options))
         own = options.plan, options.method, options.budget

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from kvsieve.cache.contract import MIN_ROOM
 from kvsieve.decoding.loop import Rows, step
 from kvsieve.errors import KvsieveError
 from kvsieve.hf.forward.pieces import rows_are_alone
@@ -73,11 +72,9 @@ class Workload:
         }
 
     def needs(self, order: Order) -> int:
-        """Return the most bytes that a request takes: its whole prompt until the plan has acted, answers and room."""
-        room = max(MIN_ROOM, len(order.ids) // 8)
-        # Entries of documents are copied to their places.
-        copied = 0 if order.documents is None else self.bytes.of(order.documents.size)
-        return self.bytes.of(len(order.ids)) + copied + order.answers * self.bytes.of(order.max_tokens + room)
+        """Return the most bytes that a request takes."""
+        documents = 0 if order.documents is None else order.documents.size
+        return self.bytes.of_request(len(order.ids), order.max_tokens, order.answers, documents)
 
     def has_room(self, order: Order) -> bool:
         rows = sum(job.going for job in self._running) + sum(job.ticket.order.answers for job in self._reading)
