@@ -55,7 +55,8 @@ COMMANDS = {
 def file(tmp_path_factory):
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     model = build("llama", vocab_size=len(TOKENS), max_position_embeddings=4096, **ids)
-    file = tmp_path_factory.mktemp("gguf") / "toy.gguf"
+    # The suffix may be in any case.
+    file = tmp_path_factory.mktemp("gguf") / "Toy.GGUF"
     write_gguf(model, file)
     return file
 

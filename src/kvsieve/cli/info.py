@@ -11,6 +11,7 @@ from kvsieve import models
 from kvsieve.cli.loading import check_model_name
 from kvsieve.cli.output import JsonOption, emit_json, one_line, say, show
 from kvsieve.errors import InputError, KvsieveError, short
+from kvsieve.models.source import is_gguf
 from kvsieve.planning.named import plan as plan_of
 from kvsieve.version import __version__
 
@@ -56,7 +57,7 @@ def doctor_command(
     """Show versions, device, kernels and missing packages, with their install commands; with MODEL, its methods."""
     check_model_name(model)
     check_model_name(original)
-    if original is not None and not str(model).endswith(".gguf"):
+    if original is not None and not is_gguf(model):
         raise InputError(f"a second model is compared with a .gguf file, got {short(model)} as the first: leave it out")
     facts = {**_versions(), **_device(), "cache directory": str(models.cache_dir())}
     problems = [problem for problem in (_version_problem(),) if problem]
@@ -181,7 +182,7 @@ def _model(name: str, original: str | None = None) -> tuple[dict[str, str], str 
     config = model_config(name)
     facts = {"model": f"{name}, of type {config.model_type}"}
     try:
-        if name.endswith(".gguf"):
+        if is_gguf(name):
             facts |= file_facts(name, original)
         check_weights(name)
         model = meta_model(config)

@@ -11,6 +11,7 @@ from kvsieve.cli.options import GENERATION, MODEL, option
 from kvsieve.cli.output import say
 from kvsieve.errors import InputError, PlanError
 from kvsieve.hf.decode.engines import check_engine
+from kvsieve.models.source import is_gguf
 from kvsieve.planning.suggestions import did_you_mean
 from kvsieve.report.display import bytes_text
 
@@ -51,7 +52,7 @@ def refuse_text(name: str | None, text_option: str | None = None) -> None:
 
     text_option: the command's option for a text file, which may be meant.
     """
-    if name is None or name.endswith(".gguf") or not os.path.isfile(os.path.expanduser(name)):
+    if name is None or is_gguf(name) or not os.path.isfile(os.path.expanduser(name)):
         return
     meant = f": did you mean {text_option} {name}?" if text_option else "; it is a file and no checkpoint"
     raise InputError(f"{name!r} was taken as the model{meant}")
@@ -78,7 +79,7 @@ def check_form(weights: str | None, name: str | None) -> None:
         blocks = ": a .gguf file stays in blocks without the option" if weights == "blocks" else ""
         meant = blocks or did_you_mean(weights.lower(), list(FORMS), None)
         raise InputError(f"--weights must be one of {', '.join(FORMS)}, got {weights!r}{meant}")
-    stored = name is not None and name.endswith(".gguf")
+    stored = is_gguf(name)
     if stored and weights in _PACKED:
         raise InputError(
             f"--weights {weights} packs a checkpoint, and {name!r} is in blocks already: leave --weights out to use "

@@ -21,13 +21,18 @@ _LONGEST_ID = 96
 _PATIENCE = 3.0
 
 
+def is_gguf(name: str | None) -> bool:
+    """Return True for the name of a GGUF file."""
+    return name is not None and name.lower().endswith(".gguf")
+
+
 def checkpoint_source(name: str) -> tuple[str, dict[str, Any]]:
     """Return the directory or hub id that transformers loads a name from, and more arguments of `from_pretrained`.
 
     Raises ModelNotFoundError for a path without a readable checkpoint, and ModelLoadError for a damaged GGUF file, or
     if the package that reads it is missing.
     """
-    if name.endswith(".gguf"):
+    if is_gguf(name):
         return _gguf_source(name)
     try:
         path = Path(os.path.expanduser(name))
@@ -120,7 +125,7 @@ def keeps_blocks(name: str, weights: str | None, device: str) -> bool:
         weights: of `kvsieve.models.load`.
         device: kind of the device.
     """
-    if not name.endswith(".gguf") or weights is not None:
+    if not is_gguf(name) or weights is not None:
         return False
     if device == "cpu":
         return True
@@ -142,7 +147,7 @@ def check_weights_form(name: str | None, weights: str | None, device: str, image
         device: kind of the device.
         images: the parts that read images are wanted.
     """
-    stored = name is not None and name.endswith(".gguf")
+    stored = is_gguf(name)
     if images and (stored or weights in _PACKED):
         form = "a .gguf file has" if stored else f"weights={weights!r} packs"
         raise ModelLoadError(f"{form} the text part of a model only, got images=True for {name!r}: leave images out")

@@ -19,6 +19,7 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.forward.request import PassRequest, PassResult
 from kvsieve.hf.model.context import context_of
 from kvsieve.hf.runtime import AttachedModel
+from kvsieve.models.source import is_gguf
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.roles import DraftPropagator, Loaded
 from kvsieve.types import LayerContext
@@ -54,7 +55,7 @@ def load_draft(drafter: str | Loaded, model: Any) -> Loaded:
 @functools.lru_cache(maxsize=1)
 def _loaded(name: str, dtype: torch.dtype, device: str) -> Loaded:
     """Load a draft by name, with the last one cached, so that attaching a plan again does not load it again."""
-    if name.endswith(".gguf") and device == "cpu" and dtype != torch.bfloat16:
+    if is_gguf(name) and device == "cpu" and dtype != torch.bfloat16:
         # The other dtype that weights in blocks are computed with.
         dtype = torch.float32
     return Loaded(name, *models.load(None if name == "demo" else name, dtype, device))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvsieve.lab.bench.geometry import Geometry
 from kvsieve.models.gguf.file import GgufFile
-from kvsieve.models.source import checkpoint_source
+from kvsieve.models.source import checkpoint_source, is_gguf
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def weight_sizes(geometry: Geometry, element: int, name: str | None = None, weig
     """
     if weights in ("int8", "int4"):
         return _sizes(geometry.parameters, element, _packed(geometry, weights))
-    if name is not None and name.endswith(".gguf") and weights is None:
+    if name is not None and is_gguf(name) and weights is None:
         from kvsieve.kernels.cpu.quantized import FORMATS
 
         folder, options = checkpoint_source(name)
