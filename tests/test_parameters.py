@@ -56,6 +56,37 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("adakv:beta=14", "AdaKV: beta=14 has no effect with pyramid=False; leave it out"),
+        ("criticaladakv:beta=14", "AdaKV: beta=14 has no effect with pyramid=False"),
+        ("scope:interval=5", "Scope: interval=5 has no effect with strategy='slide'"),
+        ("scope:strategy=adaptive:answer=512", "no effect with strategy='adaptive'"),
+        ("scope:strategy=discontinuous:answer=50%", "no effect with strategy='discontinuous'"),
+        ("kvcrush:seed=7", "KVCrush: seed=7 has no effect with anchor='alternating'"),
+    ],
+)
+def test_a_parameter_without_effect_is_refused(spec, message):
+    ((name, given),) = compared_specs(spec, None)
+    with pytest.raises(PlanError, match=message):
+        kvsieve.plan(name, **given)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "adakv:beta=14:pyramid=true",
+        "adakv:beta=20",
+        "scope:strategy=adaptive:interval=5:recent=2000",
+        "kvcrush:seed=7:anchor=random",
+    ],
+)
+def test_a_parameter_with_effect_or_by_default_is_taken(spec):
+    ((name, given),) = compared_specs(spec, None)
+    assert kvsieve.plan(name, **given).evict is not None
+
+
 @pytest.mark.parametrize(("method", "name"), BAD, ids="-".join)
 def test_a_parameter_of_another_kind_is_refused_and_named(method, name):
     for value in BAD[method, name]:

@@ -63,9 +63,8 @@ def test_equals_the_slow_reference(groups):
 )
 def test_strategies_on_a_model(model, strategy, sizes):
     ids = tiny_prompt(1, 40, seed=5)
-    plan = kvsieve.Plan(
-        evict=Scope(base=SnapKV(budget=20, window=5), answer=6, recent=4, strategy=strategy, interval=5)
-    )
+    bound = {"answer": 6} if strategy == "slide" else {"interval": 5}
+    plan = kvsieve.Plan(evict=Scope(base=SnapKV(budget=20, window=5), recent=4, strategy=strategy, **bound))
     found = []
     with kvsieve.attach(model, plan) as sieve:
         cache = sieve.new_cache()

@@ -27,7 +27,15 @@ from kvsieve.core.selection import pack_ragged, top_mask
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.allocators import LayerAllocator
-from kvsieve.methods.base import ScoredEvictor, apply_protection, check_int, check_share, hide_padding, skips
+from kvsieve.methods.base import (
+    ScoredEvictor,
+    apply_protection,
+    check_int,
+    check_share,
+    hide_padding,
+    refuse_unused,
+    skips,
+)
 from kvsieve.methods.criticalkv import critical_ranks
 from kvsieve.methods.pyramidkv import pyramid_shares
 from kvsieve.methods.snapkv import SnapKV
@@ -78,6 +86,8 @@ class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
         super().__post_init__()
         check_share(self, "alpha", self.alpha)
         check_int(self, "beta", self.beta, 1)
+        if not self.pyramid:
+            refuse_unused(self, "pyramid=False", "beta")
 
     @property
     def traits(self) -> Traits:

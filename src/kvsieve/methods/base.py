@@ -233,6 +233,15 @@ def check_kernel(owner: object, value: object) -> None:
         check_int(owner, "kernel", value, 1, most=WIDEST, odd=True)
 
 
+def refuse_unused(owner: object, setting: str, *names: str) -> None:
+    """Raise PlanError for parameters other than their defaults. setting: under which they have no effect."""
+    fields = type(owner).__dataclass_fields__  # type: ignore[attr-defined]
+    for name in names:
+        if vars(owner)[name] != fields[name].default:
+            given = short(vars(owner)[name])
+            raise PlanError(f"{type(owner).__name__}: {name}={given} has no effect with {setting}; leave it out")
+
+
 def last_real(ctx: LayerContext, count: int | tuple[int, ...]) -> Tensor:
     """Return bool [B or 1, 1 or H, N], True for the last `count` real entries of each row; a tuple has one per row."""
     length = ctx.keys.shape[2]

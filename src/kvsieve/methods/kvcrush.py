@@ -17,7 +17,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvsieve.lazy import Tensor, torch
-from kvsieve.methods.base import Wrapper, at_entries, by_token, check_int, check_share, hide_padding, scored_by_name
+from kvsieve.methods.base import (
+    Wrapper,
+    at_entries,
+    by_token,
+    check_int,
+    check_share,
+    hide_padding,
+    refuse_unused,
+    scored_by_name,
+)
 from kvsieve.methods.chunkkv import best_first
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
@@ -43,6 +52,8 @@ class KVCrush(Wrapper, heads="all", query_aware=False):
         super().__post_init__()
         check_share(self, "representatives", self.representatives)
         check_int(self, "seed", self.seed, 0)
+        if self.anchor != "random":
+            refuse_unused(self, f"anchor={self.anchor!r}", "seed")
 
     def ranks(self, ctx: LayerContext, kept: tuple[int, ...]) -> Tensor:
         scores = hide_padding(ctx, self.base.scores(ctx))

@@ -21,7 +21,15 @@ from kvsieve.core.scoring import group_mean, mass_of
 from kvsieve.core.selection import pack_ragged, top_mask
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
-from kvsieve.methods.base import apply_protection, check_int, hide_padding, last_real, plan_of_base, skips
+from kvsieve.methods.base import (
+    apply_protection,
+    check_int,
+    hide_padding,
+    last_real,
+    plan_of_base,
+    refuse_unused,
+    skips,
+)
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.registry import register_method
@@ -53,6 +61,10 @@ class Scope(DelegatingEvictor, heads="own", query_aware=True):
         check_int(self, "recent", self.recent, 1)
         check_int(self, "interval", self.interval, 1)
         object.__setattr__(self, "answer", Budget.parse(self.answer, "answer"))
+        if self.strategy != "slide":
+            refuse_unused(self, f"strategy={self.strategy!r}", "answer")
+            return
+        refuse_unused(self, "strategy='slide'", "interval")
         self.answer.refuse_bytes("Scope", "answer", "an answer's length is not known in advance")
         self.answer.refuse_fewer(self.recent + 1, "Scope", f"{self.recent} recent ones and one more", "answer")
 
