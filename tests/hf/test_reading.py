@@ -19,6 +19,8 @@ from kvsieve.methods import HSA, PerTurn, Quest, RocketEviction, SnapKV
 from kvsieve.planning.roles import Reader
 from kvsieve.shared.prompt import next_logits
 from tiny import greedy, tiny_model, tiny_prompt
+from tiny_models import build
+from toy_chats import chat_tokenizer
 
 READERS = {
     "exacttopk": {"budget": 16},
@@ -267,6 +269,32 @@ def test_a_page_that_is_too_long_is_refused_and_the_cache_stays_usable(model):
     with kvsieve.attach(model, kvsieve.plan("quest", budget="25%", page=8)) as sieve:
         sieve.adopt(cache)
         assert sieve.generate(whole, cache=cache, max_new_tokens=3, **GREEDY).stats.traffic.entries == 24
+
+
+@pytest.mark.parametrize("way", ["generate", "padded", "chat", "later turn"])
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [("quest", {"page": 64}, "a page of 64 entries does not fit"), ("infllm", {"local": 40}, "leaves no blocks")],
+)
+def test_a_budget_that_the_answer_cannot_keep_to_is_refused_before_the_prefill(model, way, name, given, message):
+    ids = prompt()
+    if way == "chat":
+        model = build("llama")
+    with kvsieve.attach(model, kvsieve.plan(name, budget="25%", floor=0, **given)) as sieve:
+        cache = sieve.new_cache()
+        if way == "later turn":
+            sieve.prefill(ids[:, :60], cache=cache)
+        before = cache.num_seen
+        passes = []
+        handle = sieve.decoder.register_forward_hook(lambda *_: passes.append(1))
+        with pytest.raises(PlanError, match=message):
+            if way == "chat":
+                sieve.chat(chat_tokenizer(), max_new_tokens=3).ask("w1 w2 w3 " * 30)
+            else:
+                mask = None if way != "padded" else torch.ones_like(ids).index_fill(1, torch.arange(5), 0)
+                sieve.generate(ids, mask, cache=cache, max_new_tokens=3, **GREEDY)
+        handle.remove()
+        assert not passes and cache.num_seen == before
 
 
 @pytest.mark.parametrize("name", ["hsa", "rocketkv", "quest", "sparq"])

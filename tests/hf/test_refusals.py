@@ -8,8 +8,20 @@ import torch
 import kvsieve
 from kvsieve.cli.answers import encode
 from kvsieve.cli.prompts import TextPrompt
-from kvsieve.errors import CacheStateError, InputError, KvsieveError
+from kvsieve.errors import CacheStateError, InputError, KvsieveError, PlanError
 from kvsieve.hf.compat import CACHE
+from kvsieve.methods import (
+    LUKV,
+    CompressKV,
+    CriticalKV,
+    DuoAttention,
+    HeadKV,
+    Kascade,
+    QFilters,
+    Rerotation,
+    TriAttention,
+    UNComp,
+)
 from kvsieve.planning.segments import role_spans
 from tiny import greedy, tiny_prompt
 from tiny_models import build
@@ -339,3 +351,42 @@ def test_what_names_no_file_is_refused(model, used, path):
         for call in (lambda: sieve.save(used[0], path), lambda: sieve.load(path)):
             with pytest.raises(KvsieveError, match="path must be the name of a file"):
                 call()
+
+
+def filled(*shape):
+    return [filled(*shape[1:])] * shape[0] if shape else 0.5
+
+
+# Roles with arrays of layers, KV heads, query heads and channels.
+ARRAYS = {
+    "headkv": lambda n, h, q, d: HeadKV(heads=filled(n, h)),
+    "uncomp": lambda n, h, q, d: UNComp(heads=filled(n, h)),
+    "lukv": lambda n, h, q, d: LUKV(shares=filled(n, h, 9)),
+    "duoattention": lambda n, h, q, d: DuoAttention(budget=20, heads=filled(n, h)),
+    "compresskv": lambda n, h, q, d: CompressKV(budget=20, heads=filled(n, h)),
+    "qfilters": lambda n, h, q, d: QFilters(budget=20, filters=filled(n, h, d)),
+    "triattention": lambda n, h, q, d: TriAttention(budget=20, centres=filled(n, q, 2 * d)),
+    "kascade": lambda n, h, q, d: Kascade(budget=20, anchor_heads=[[0] * h] * n),
+    "wrapped": lambda n, h, q, d: CriticalKV(base=QFilters(budget=20, filters=filled(n, h, d))),
+    "rerotated": lambda n, h, q, d: Rerotation(base=QFilters(budget=20, filters=filled(n, h, d)), question_tokens=2),
+}
+OFF = {"layers": (1, 0, 0, 0), "heads": (0, 1, 1, 0), "channels": (0, 0, 0, 1)}
+FIT_ANY = {"kascade": ("heads", "channels")} | {
+    name: ("channels",) for name in ("headkv", "uncomp", "lukv", "duoattention", "compresskv")
+}
+
+
+@pytest.mark.parametrize("off", OFF)
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_of_another_shape_than_the_models_are_refused_before_any_prefill(model, name, off):
+    config = model.config
+    shape = (config.num_hidden_layers, config.num_key_value_heads, config.num_attention_heads, config.head_dim)
+    plans = []
+    for numbers in (shape, [one + more for one, more in zip(shape, OFF[off], strict=True)]):
+        role = ARRAYS[name](*numbers)
+        plans.append(kvsieve.Plan(read=role) if name == "kascade" else kvsieve.Plan(evict=role))
+    with kvsieve.attach(model, plans[0]):
+        pass
+    if off not in FIT_ANY.get(name, ()):
+        with pytest.raises(PlanError, match="of this model|this model"), kvsieve.attach(model, plans[1]):
+            pass

@@ -151,7 +151,9 @@ def test_the_paper_s_sizes_and_smaller_budgets():
 
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(PlanError, match="leaves no blocks"):
-        InfLLM(budget=64, local=64).setting(ReadFacts(0, 4, 1000, 0, 8))
+        InfLLM(budget=64, local=64)
+    with pytest.raises(PlanError, match="leaves no blocks"):
+        InfLLM(budget="10%", local=200).setting(ReadFacts(0, 4, 1000, 0, 8))
     with pytest.raises(PlanError, match="sparse_questions"):
         InfLLM(budget=64, sparse_questions=True)
     with pytest.raises(PlanError, match="representatives must be"):

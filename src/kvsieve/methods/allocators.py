@@ -123,9 +123,12 @@ class RaggedAllocator(Allocator, ragged=True):
 class HeadAllocator(RaggedAllocator):
     """An Allocator that divides the budget of all layers among their heads, by shares known in advance."""
 
-    def check_shape(self, layers: int, heads: int) -> None:
+    def check_heads(self, layers: int, heads: int) -> None:
         """Raise PlanError unless the shares are those of a model of `layers` layers with `heads` KV heads each."""
         raise NotImplementedError
+
+    def check_layer(self, index: int, num_layers: int, heads: int, query_heads: int, dim: int) -> None:
+        self.check_heads(num_layers, heads)
 
     def head_counts(self, layers: Sequence[int], length: int, count: int) -> list[list[int]]:
         """Return the entries of each head of `layers` for a row of `length` tokens, `count` on average."""
@@ -133,7 +136,7 @@ class HeadAllocator(RaggedAllocator):
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
         heads = ctx.keys.shape[1] * ctx.ranks.size
-        self.check_shape(ctx.num_layers, heads)
+        self.check_heads(ctx.num_layers, heads)
         if skips(self.skip_layers, ctx):
             return None
         if ctx.step.phase == "decode":

@@ -48,6 +48,9 @@ class CompressKV(SnapKV, heads="all", query_aware=True):
         if self.per_query_head:
             raise PlanError("CompressKV: all heads of a layer keep the same entries; leave per_query_head out")
 
+    def check_layer(self, index: int, num_layers: int, heads: int, query_heads: int, dim: int) -> None:
+        check_heads("CompressKV", self.heads, num_layers, heads, query_heads)
+
     def voting(self, layer: int, query_heads: int, kv_heads: int) -> list[int]:
         """Return the query heads that score the entries of a layer, ascending."""
         scores = self.heads[layer]

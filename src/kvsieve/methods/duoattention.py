@@ -66,6 +66,16 @@ class DuoAttention(ScoredEvictor, heads="all", ragged=True, query_aware=False):
         super().__post_init__()
         refuse_answer(self, self)
 
+    def check_layer(self, index: int, num_layers: int, heads: int, query_heads: int, dim: int) -> None:
+        self._check_heads(num_layers, heads)
+
+    def _check_heads(self, layers: int, heads: int) -> None:
+        if len(self.heads) != layers or any(len(layer) != heads for layer in self.heads):
+            raise PlanError(
+                f"DuoAttention has scores of {len(self.heads)} layers with {len(self.heads[0]) if self.heads else 0} "
+                f"KV heads each, the model has {layers} with {heads}: calibrate this model"
+            )
+
     def retrieving(self, heads: int, length: int, budget: int) -> int:
         """Return the number of heads, of `heads`, that keep all `length` entries if `budget` is their average."""
         if budget >= length:
@@ -95,12 +105,7 @@ class DuoAttention(ScoredEvictor, heads="all", ragged=True, query_aware=False):
         return torch.arange(length, dtype=torch.float32, device=ctx.keys.device).expand(batch, heads, length)
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
-        heads = ctx.keys.shape[1] * ctx.ranks.size
-        if len(self.heads) != ctx.num_layers or any(len(layer) != heads for layer in self.heads):
-            raise PlanError(
-                f"DuoAttention has scores of {len(self.heads)} layers with {len(self.heads[0]) if self.heads else 0} "
-                f"KV heads each, the model has {ctx.num_layers} with {heads}: calibrate this model"
-            )
+        self._check_heads(ctx.num_layers, ctx.keys.shape[1] * ctx.ranks.size)
         if skips(self.skip_layers, ctx):
             return None
         if not self._share_out(ctx, counts):

@@ -52,7 +52,7 @@ class HeadKV(HeadAllocator, heads="own", ragged=True, query_aware=False):
         if not self.temperature >= 0:
             raise PlanError(f"HeadKV: temperature must be at least 0, got {self.temperature!r}")
 
-    def check_shape(self, layers: int, heads: int) -> None:
+    def check_heads(self, layers: int, heads: int) -> None:
         check_heads("HeadKV", self.heads, layers, heads)
 
     def head_counts(self, layers: Sequence[int], length: int, count: int) -> list[list[int]]:

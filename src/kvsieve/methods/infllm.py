@@ -71,6 +71,8 @@ class InfLLM(BudgetReader, heads="all"):
             check_int(self, name, vars(self)[name], 1)
         if self.local is not None:
             check_int(self, "local", self.local, 1)
+        if self.budget.tokens is not None:
+            self._in_blocks(self.budget.tokens)
         if self.sparse_questions:
             raise PlanError("InfLLM: sparse_questions is not supported: tokens of a question are scored together")
         if not self.newest:
@@ -100,7 +102,8 @@ class InfLLM(BudgetReader, heads="all"):
         real = None if ctx.valid is None else ctx.valid[:, 0]
         return later_logits(ctx.query, ctx.keys, positions(ctx)[:, 0], real, self.window)
 
-    def parameters(self, tokens: int, facts: ReadFacts) -> BlockSetting:
+    def _in_blocks(self, tokens: int) -> int:
+        """Return the entries of a budget that are read in blocks. Raises PlanError if none are."""
         sinks = self._sinks(tokens)
         # The current token is read beside the window.
         chosen = tokens - sinks - self.window - 1
@@ -109,7 +112,11 @@ class InfLLM(BudgetReader, heads="all"):
                 f"InfLLM: a window of {self.window} tokens leaves no blocks to a budget of {tokens} with {sinks} first "
                 "tokens; lower local= or raise budget="
             )
-        return BlockSetting(tokens, tokens, min(self.block, -(-chosen // 8)), sinks=sinks)
+        return chosen
+
+    def parameters(self, tokens: int, facts: ReadFacts) -> BlockSetting:
+        page = min(self.block, -(-self._in_blocks(tokens) // 8))
+        return BlockSetting(tokens, tokens, page, sinks=self._sinks(tokens))
 
     def choose(self, asked: AttentionQueries, kv_rows: KVRows, state: dict[str, Any], setting: BlockSetting) -> Choice:
         if "blocks" not in state:

@@ -60,12 +60,16 @@ class Kascade(ExactTopK, static_shapes=True):
         except (TypeError, ValueError) as error:
             raise PlanError(f"Kascade: anchor_heads must be numbers, [layers][KV heads]: {error}") from error
 
-    def parameters(self, tokens: int, facts: ReadFacts) -> Setting:
-        if self.anchor_heads and len(self.anchor_heads) != facts.num_layers:
+    def check(self, num_layers: int) -> None:
+        super().check(num_layers)
+        if self.anchor_heads and len(self.anchor_heads) != num_layers:
             raise PlanError(
-                f"Kascade has anchor_heads of {len(self.anchor_heads)} layers, the model has {facts.num_layers}: "
-                "calibrate this model, or leave anchor_heads= out"
+                f"Kascade has anchor_heads of {len(self.anchor_heads)} layers, the model has {num_layers}: calibrate "
+                "this model, or leave anchor_heads= out"
             )
+
+    def parameters(self, tokens: int, facts: ReadFacts) -> Setting:
+        self.check(facts.num_layers)
         return Setting(tokens, tokens, dense=facts.layer_idx == 0)
 
     def heads_of_anchor(self, layer_idx: int, num_layers: int) -> tuple[int, ...] | None:

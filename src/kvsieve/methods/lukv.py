@@ -90,7 +90,7 @@ class LUKV(HeadAllocator, heads="own", ragged=True, query_aware=False):
         if wrong:
             raise PlanError(f"LUKV: shares must be from 0 to 1, got {wrong[0]!r}")
 
-    def check_shape(self, layers: int, heads: int) -> None:
+    def check_heads(self, layers: int, heads: int) -> None:
         if len(self.shares) != layers or {len(layer) for layer in self.shares} != {heads}:
             raise PlanError(
                 f"LUKV has shares of {len(self.shares)} layers with {len(self.shares[0]) if self.shares else 0} heads "

@@ -53,17 +53,18 @@ class QFilters(ScoredEvictor, heads="own", query_aware=False):
     def why_minimum(self) -> str:
         return f"{self.recent} recent ones and one more"
 
-    def scores(self, ctx: LayerContext) -> Tensor:
-        heads = ctx.keys.shape[1]
-        dim = ctx.keys.shape[3]
-        layer = self.filters[ctx.layer_idx] if len(self.filters) == ctx.num_layers else ()
-        own = layer[ctx.ranks.own(len(layer))] if len(layer) == heads * ctx.ranks.size else ()
-        if [len(vector) for vector in own] != [dim] * heads:
+    def check_layer(self, index: int, num_layers: int, heads: int, query_heads: int, dim: int) -> None:
+        layer = self.filters[index] if len(self.filters) == num_layers else ()
+        if [len(vector) for vector in layer] != [dim] * heads:
             raise PlanError(
-                f"QFilters: the filters are of {len(self.filters)} layers and do not fit layer {ctx.layer_idx} of "
-                f"{ctx.num_layers} with {heads * ctx.ranks.size} KV heads of {dim}; make those of this model with "
-                "`kvsieve calibrate`"
+                f"QFilters: the filters are of {len(self.filters)} layers and do not fit layer {index} of "
+                f"{num_layers} with {heads} KV heads of {dim}; make those of this model with `kvsieve calibrate`"
             )
+
+    def scores(self, ctx: LayerContext) -> Tensor:
+        heads = ctx.keys.shape[1] * ctx.ranks.size
+        self.check_layer(ctx.layer_idx, ctx.num_layers, heads, 0, ctx.keys.shape[3])
+        own = self.filters[ctx.layer_idx][ctx.ranks.own(heads)]
         keys = ctx.keys.to(score_dtype(ctx.keys.dtype))
         filters = torch.tensor(own, dtype=keys.dtype).to(keys.device, non_blocking=True)
         scores = (keys @ filters[:, :, None]).squeeze(-1)

@@ -59,6 +59,15 @@ class TriAttention(FutureQueries, heads="own", query_aware=False):
     def when(self) -> When:
         return When(steps=self.every, observes=not self.centres)
 
+    def check_layer(self, index: int, num_layers: int, heads: int, query_heads: int, dim: int) -> None:
+        layer = self.centres[index] if len(self.centres) == num_layers else ()
+        if self.centres and [len(mean) for mean in layer] != [2 * dim] * query_heads:
+            raise PlanError(
+                f"TriAttention: the centres are of {len(self.centres)} layers and do not fit layer {index} of "
+                f"{num_layers} with {query_heads} query heads of {dim}; make those of this model with `kvsieve "
+                "calibrate --parts q_centres`, or leave them out"
+            )
+
     def _add(self, ctx: LayerContext, query: Tensor, counted: Tensor) -> None:
         # The mean lengths of bands follow the mean.
         super()._add(ctx, torch.cat([query, _lengths(query, _bands(ctx, query))], -1), counted)
@@ -87,14 +96,9 @@ class TriAttention(FutureQueries, heads="own", query_aware=False):
     def _calibrated(self, ctx: LayerContext, dtype: torch.dtype) -> Tensor:
         """Return the profile's means of this layer, [B, Hq, 2 D]."""
         batch, heads, _, size = ctx.query.shape
-        layer = self.centres[ctx.layer_idx] if len(self.centres) == ctx.num_layers else ()
-        own = layer[ctx.ranks.own(len(layer))] if len(layer) == heads * ctx.ranks.size else ()
-        if [len(mean) for mean in own] != [2 * size] * heads:
-            raise PlanError(
-                f"TriAttention: the centres are of {len(self.centres)} layers and do not fit layer {ctx.layer_idx} of "
-                f"{ctx.num_layers} with {heads * ctx.ranks.size} query heads of {size}; make those of this model with "
-                "`kvsieve calibrate --parts q_centres`, or leave them out"
-            )
+        heads *= ctx.ranks.size
+        self.check_layer(ctx.layer_idx, ctx.num_layers, 0, heads, size)
+        own = self.centres[ctx.layer_idx][ctx.ranks.own(heads)]
         return torch.tensor(own, dtype=dtype).to(ctx.keys.device, non_blocking=True).expand(batch, -1, -1)
 
 

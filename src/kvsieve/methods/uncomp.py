@@ -74,7 +74,7 @@ class UNComp(HeadAllocator, heads="own", query_aware=False):
         if not 1 <= self.spread < float("inf"):
             raise PlanError(f"UNComp: spread must be at least 1, got {self.spread!r}")
 
-    def check_shape(self, layers: int, heads: int) -> None:
+    def check_heads(self, layers: int, heads: int) -> None:
         check_heads("UNComp", self.heads, layers, heads)
 
     def head_counts(self, layers: Sequence[int], length: int, count: int) -> list[list[int]]:

@@ -14,7 +14,7 @@ from kvsieve.hf.model.memory import shapes_of
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.profiles import Fingerprint
 from kvsieve.planning.registry import list_methods, method_info
-from kvsieve.planning.roles import ChunkedEvictor, Codec
+from kvsieve.planning.roles import ChunkedEvictor, Codec, Role, parts_of
 
 # Fields of a decoder's config that announce something attention would have to honour, and why it cannot yet.
 _TELLING_FIELDS = {
@@ -152,6 +152,20 @@ def _why_no_plan_runs(model: Any) -> str | None:
     return why_unknown_cache(decoder)
 
 
+def _check_arrays(model: Any, plan: Plan) -> None:
+    """Raise PlanError for a plan with arrays by layer and head that are not of the model's shape."""
+    roles = [part for role in plan.roles for part in parts_of(vars(plan)[role])]
+    roles = [role for role in roles if type(role).check_layer is not Role.check_layer]
+    if not roles:
+        return
+    # Layers of unknown shapes are refused when they are prefilled.
+    with contextlib.suppress(UnsupportedModelError):
+        shapes = shapes_of(model)
+        for index, shape in enumerate(shapes):
+            for role in roles if shape.kind.entries == "growing" else ():
+                role.check_layer(index, len(shapes), shape.heads, shape.query_heads, shape.dims[0])
+
+
 def methods_for(model: Any) -> list[str]:
     """Return the names of the methods with a default plan that can run on `model`, without full KV."""
     found = []
@@ -175,6 +189,7 @@ def check_model(model: Any, plan: Plan) -> None:
         raise UnsupportedModelError(f"{type(model).__name__} cannot run {plan.name!r}: {reason}. {way_out}")
     for role in plan.roles:
         vars(plan)[role].check(text_config(model).num_hidden_layers)
+    _check_arrays(model, plan)
     found = Fingerprint.of(model) if plan.profile is not None else None
     if found is not None and plan.profile is not None and found != plan.profile:
         raise PlanError(

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvsieve.core.kv_rows import ReadFacts
 from kvsieve.errors import InputError, KvsieveWarning, PlanError, short
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.forward.checks import check_ends_known
 from kvsieve.hf.inputs import check_callable, check_ids, check_mask, prompt_of, refuse_strange
 from kvsieve.hf.model.context import context_of
 from kvsieve.hf.runtime import AttachedModel
+from kvsieve.planning.profiles import Fingerprint
 
 
 def check_chunk(chunk: int | None) -> None:
@@ -138,3 +140,22 @@ def check_prompt(
             KvsieveWarning,
             stacklevel=4,
         )
+
+
+def check_reader(model: AttachedModel, input_ids: Tensor, mask: Tensor | None, new_tokens: int) -> None:
+    """Raise PlanError if the plan's reader cannot honour its budget in the answer to a prompt.
+
+    Args:
+        model: the attached model.
+        input_ids: int64 [B, N].
+        mask: [B, N], None without padding.
+        new_tokens: of the answer; 0 if unknown, and the answer's first token finds out.
+    """
+    reader = model.plan.read
+    if reader is None or not new_tokens:
+        return
+    lengths = {input_ids.shape[1]} if mask is None else set(mask.sum(-1).tolist())
+    dim = Fingerprint.of(model.model).head_dim or 1
+    for length in lengths:
+        for layer in model.context.layers:
+            reader.setting(ReadFacts(layer, model.num_layers, length, new_tokens, dim))

@@ -10,7 +10,7 @@ from kvsieve.errors import PlanError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.inputs import check_callable
 from kvsieve.hf.prompt.borders import question_columns
-from kvsieve.hf.prompt.checks import check_chunk, check_prompt, whole_mask
+from kvsieve.hf.prompt.checks import check_chunk, check_prompt, check_reader, whole_mask
 from kvsieve.hf.prompt.chunks import read_chunks
 from kvsieve.hf.prompt.options import ReadOptions, shifted
 from kvsieve.hf.prompt.reread import forget_other_tables, length_in_cache
@@ -61,6 +61,7 @@ def read_prompt(
     conversation = cache.conversation
     asked = constraints.checked_question(conversation.caller_length_and_mask()[0], mask, length)
     check_prompt(model, input_ids, mask, reduced=constraints.acts, question=asked, window=options.window)
+    check_reader(model, input_ids, mask, options.new_tokens)
     question = question_columns(mask, asked)
     check_chunk(options.chunk)
     protected = constraints.protected_tokens(plan, cache, mask, input_ids.shape, question)

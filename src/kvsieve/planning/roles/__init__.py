@@ -14,7 +14,7 @@ from kvsieve.planning.roles.prefill import SparsePrefill
 from kvsieve.planning.roles.probing import Branch, Compact, Observe, ProbePasses, ProbingEvictor
 from kvsieve.planning.roles.propagator import Propagator
 from kvsieve.planning.roles.reader import Reader
-from kvsieve.planning.roles.sizes import budgets_of, byte_budgets, floor_of, with_entries, with_floor
+from kvsieve.planning.roles.sizes import budgets_of, byte_budgets, floor_of, parts_of, with_entries, with_floor
 from kvsieve.planning.roles.together import check_together
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "check_together",
     "draft_of",
     "floor_of",
+    "parts_of",
     "role_class",
     "role_name",
     "with_entries",

@@ -74,6 +74,12 @@ class Role(Checked, ABC):
     def check(self, num_layers: int) -> None:
         """Raise PlanError for a model of `num_layers` decoder layers that it does not support."""
 
+    def check_layer(self, index: int, num_layers: int, heads: int, query_heads: int, dim: int) -> None:
+        """Raise PlanError if its arrays by layer and head do not fit a layer with KV that grows.
+
+        index: of the layer, of `num_layers`. heads, query_heads: its KV and query heads. dim: channels of a key.
+        """
+
     def __init_subclass__(cls, **traits: Any) -> None:
         super().__init_subclass__()
         unknown = traits.keys() - _TRAITS

@@ -13,6 +13,14 @@ from kvsieve.planning.roles.propagator import Propagator
 R = TypeVar("R", bound=Role)
 
 
+def parts_of(role: Role) -> Iterator[Role]:
+    """Yield a role, and those that it wraps."""
+    yield role
+    for value in _fields(role).values():
+        if isinstance(value, Role):
+            yield from parts_of(value)
+
+
 def budgets_of(role: Role | None) -> Iterator[Budget]:
     """Yield the budgets of a role, including those of a wrapped one, without those of answers."""
     for name, value in _fields(role).items():
