@@ -127,7 +127,13 @@ def measure_times(
     ]
 
 
-def memory_at(evaluator: Evaluator, plan: Plan, context: int, kept: Mapping[int, Sequence[float]]) -> int:
+def memory_at(
+    evaluator: Evaluator,
+    plan: Plan,
+    context: int,
+    kept: Mapping[int, Sequence[float]],
+    layers: int | None = None,
+) -> int:
     """Return the bytes of the cache of one prompt of `context` tokens.
 
     Args:
@@ -135,6 +141,7 @@ def memory_at(evaluator: Evaluator, plan: Plan, context: int, kept: Mapping[int,
         plan: of the model, fully specified.
         context: tokens.
         kept: as in `Losses`; missing layers keep all.
+        layers: number of first layers to count; None for all.
 
     Raises:
         PlanError: the plan's memory there does not follow from its budget.
@@ -144,7 +151,7 @@ def memory_at(evaluator: Evaluator, plan: Plan, context: int, kept: Mapping[int,
     model = evaluator.model
     total = 0
     shapes = shapes_of(evaluator.model)
-    for index, shape in enumerate(shapes):
+    for index, shape in enumerate(shapes[:layers]):
         entries = float(context)
         aside = 0.0
         if plan.rest is not None and plan.evict is not None and not skipped(plan.evict.skip_layers, index, len(shapes)):
@@ -157,10 +164,19 @@ def memory_at(evaluator: Evaluator, plan: Plan, context: int, kept: Mapping[int,
     return total
 
 
-def least_memory_at(evaluator: Evaluator, plan: Plan, context: int) -> int:
+def least_memory_at(evaluator: Evaluator, plan: Plan, context: int, layers: int | None = None) -> int:
+    """Return the bytes of a prompt's cache by its budget, without propagation. layers: see `memory_at`."""
     shapes = shapes_of(evaluator.model)
     evicts = plan.evict is not None and not plan.is_view
-    return memory_at(evaluator, plan, context, {index: (1.0,) for index in range(len(shapes))} if evicts else {})
+    kept: dict[int, tuple[float, ...]] = {index: (1.0,) for index in range(len(shapes))} if evicts else {}
+    return memory_at(evaluator, plan, context, kept, layers)
+
+
+def certain_memory_at(evaluator: Evaluator, plan: Plan, context: int) -> int:
+    """Return the bytes of a prompt's cache in the layers that all of its tokens reach."""
+    num_layers = len(shapes_of(evaluator.model))
+    layers = None if plan.propagate is None else plan.propagate.source(num_layers) + 1
+    return least_memory_at(evaluator, plan, context, layers)
 
 
 def candidate(

@@ -8,7 +8,7 @@ from typing import Any
 from kvsieve.errors import KvsieveError, PlanError
 from kvsieve.hf.model.support import check_model
 from kvsieve.lab.advise.choose import size
-from kvsieve.lab.advise.measure import least_memory_at
+from kvsieve.lab.advise.measure import certain_memory_at, least_memory_at
 from kvsieve.lab.advise.options import BUDGETS, AdviceOptions
 from kvsieve.lab.eval.cells import MethodSetting, setting
 from kvsieve.lab.eval.evaluator import Evaluator
@@ -50,9 +50,9 @@ def candidates(evaluator: Evaluator, options: AdviceOptions) -> tuple[list[Metho
             continue
         limit = options.limits.memory
         for one in settings:
-            bytes_there = least_memory_at(evaluator, one.plan, options.context)
             # The entries missing in deep layers are known only by measuring.
-            if limit is not None and bytes_there > limit and one.plan.propagate is None:
+            bytes_there = certain_memory_at(evaluator, one.plan, options.context)
+            if limit is not None and bytes_there > limit:
                 too_large.append((bytes_there, f"{one.label} {one.budget or ''}"))
             else:
                 found.append(one)
@@ -60,12 +60,12 @@ def candidates(evaluator: Evaluator, options: AdviceOptions) -> tuple[list[Metho
         least, name = min(too_large)
         raise PlanError(
             f"no plan keeps to KV of at most {size(options.limits.memory or 0)} at {options.context} tokens: the "
-            f"nearest, {name}, stores {size(least)}, {least / (options.limits.memory or 1):.3g} times as much; raise "
-            "--memory, or lower --budgets"
+            f"nearest, {name}, stores at least {size(least)}, {least / (options.limits.memory or 1):.3g} times as "
+            "much; raise --memory, or lower --budgets"
         )
     if len(found) == 1:
         raise PlanError(f"no plan can be measured: {'; '.join(left_out)}; change --methods or the limits")
-    left_out += [f"{name}: it stores {size(count)}" for count, name in too_large]
+    left_out += [f"{name}: it stores at least {size(count)}" for count, name in too_large]
     named = {method_info(method).name for method, _ in options.methods}
     others = [name for name in list_methods() if name not in {*named, FULL}]
     left_out.append(f"other methods: {', '.join(others)} (--methods measures them)")
