@@ -152,7 +152,7 @@ def test_plans_act_on_them(model, ids, plan):
 def test_a_question_shorter_than_the_plans_window_is_refused(model, ids):
     with kvsieve.attach(model, kvsieve.plan("snapkv", floor=0, **PLANS["snapkv"])) as sieve:
         cache = joined(sieve, ids).cache
-        with pytest.raises(InputError, match="looks back on the last 8"):
+        with pytest.raises(InputError, match="looks back on the last 8, in one pass: ask at least 8 .*the join 'full'"):
             sieve.generate(ids[:, : TOTAL + 3], cache=cache, **OPTIONS)
 
 

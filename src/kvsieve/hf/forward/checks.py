@@ -136,11 +136,16 @@ def _check_looks_back(plan: Plan, cache: SieveCache, step: Step, counts: tuple[i
         return
     for count, length in zip(counts, step.turn_lengths, strict=True):
         needed = min(plan.queries(length), length)
-        if count < needed:
-            raise InputError(
-                f"{count} of this prompt's {length} tokens are left to read, and {plan.name} looks back on the last "
-                f"{needed}, in one pass: start again with a new cache, and let sieve.begin leave at least {needed}"
-            )
+        if count >= needed:
+            continue
+        way_out = f"start again with a new cache, and let sieve.begin leave at least {needed}"
+        documents = cache.conversation.parallel
+        if documents is not None and step.start == documents.end:
+            way_out = f"ask at least {needed} tokens after the documents, or take the join 'full' or another plan"
+        raise InputError(
+            f"{count} of this prompt's {length} tokens are left to read, and {plan.name} looks back on the last "
+            f"{needed}, in one pass: {way_out}"
+        )
 
 
 def _keeps_all(plan: Plan, cache: SieveCache, step: Step) -> bool:
