@@ -6,9 +6,12 @@ import json
 import shutil
 
 import pytest
+import torch
+from torch import nn
 
 from kvsieve import models
 from kvsieve.models import ModelLoadError
+from kvsieve.models.source import check_complete
 
 HARMS = {
     "more layers": (("config.json", "num_hidden_layers", 6), r"no model\.layers\.4\..* such\): it is not complete"),
@@ -51,3 +54,27 @@ def test_a_message_with_a_heading_is_quoted_beyond_it(checkpoint):
     (checkpoint / "tokenizer_config.json").unlink()
     with pytest.raises(ModelLoadError, match="cannot load .*: .*: .*[^:]$"):
         models.load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        # Buffers of layers of GPTQ and AWQ, and state of bitsandbytes, which are no parameters.
+        (("q_proj.g_idx", "q_proj.scales", "q_proj.qzeros", "v_proj.SCB", "v_proj.weight.absmax"), None),
+        (("norm.weight", "q_proj.g_idx"), r"has no norm\.weight \(1 such\)"),
+        (("v_proj.weight",), r"has no v_proj\.weight"),
+    ],
+)
+def test_of_other_libraries_layers_only_parameters_must_be_in_the_checkpoint(missing, message):
+    """As transformers reports them: every name of the state dict that the checkpoint did not set."""
+    model = nn.Module()
+    model.q_proj, model.v_proj, model.norm = nn.Module(), nn.Module(), nn.LayerNorm(4, bias=False)
+    for name in ("qweight", "qzeros", "scales", "g_idx"):
+        model.q_proj.register_buffer(name, torch.zeros(4, dtype=torch.int32))
+    model.v_proj.weight = nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+    info = {"missing_keys": set(missing), "unexpected_keys": {"v_proj.weight.quant_map"}, "mismatched_keys": set()}
+    if message is None:
+        check_complete("quantized", model, info)
+        return
+    with pytest.raises(ModelLoadError, match=message):
+        check_complete("quantized", model, info)
