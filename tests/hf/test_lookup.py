@@ -40,8 +40,8 @@ def test_a_match_that_reaches_the_end_repeats():
     ("changed", "follows", "number"),
     [
         ([50], [21, 22, 23], 0),
-        ([50, 51, 21], [22, 23, 24], 1),
-        ([22], [23, 24, 25], 1),
+        ([50, 51, 21], [22, 23, 24], 4),
+        ([22], [23, 24, 25], 4),
     ],
     ids=["a token replaced", "tokens added", "tokens left out"],
 )

@@ -85,4 +85,4 @@ def _drafter(draft: Draft, model: AttachedModel, cache: SieveCache, row: int) ->
         return model_drafter(draft.model, model)
     if draft.view is not None:
         return view_drafter(model, cache, checked_view(draft.view, model), row)
-    return LookupDrafter(draft.ngram)
+    return LookupDrafter(draft.ngram, model.tokenizer)
