@@ -126,7 +126,7 @@ class LaCache(ScoredEvictor, heads="own", query_aware=False):
 
     @staticmethod
     def _cursors(ctx: LayerContext) -> list[int]:
-        """Return the cursor of each row, counted after the sinks: 0 if other entries are stored than it left."""
+        """Return the cursor of each row, counted after the sinks: 0 after an edit, or if other entries are stored."""
         if "ladders" not in ctx.state:
             return [0] * len(ctx.stored)
         rows = zip(ctx.state["ladders"].tolist(), ctx.step.lengths, ctx.stored, strict=True)
