@@ -216,6 +216,40 @@ def test_nothing_is_drafted_beyond_a_border_of_rotary_tables_or_the_limit():
         assert rows.at_border and all(seen + width <= 36 for seen, width in widths) and widths[0][1] == 5
 
 
+class Copying(Told):
+    """Proposes what comes, with the confidence of long copies."""
+
+    confidence = 7
+
+    def propose(self, most):
+        return self._answer[self._at : self._at + most]
+
+
+@pytest.mark.parametrize(("slope", "most"), [(0.07, (15, 8, 8, 8)), (0.2, (15, 3, 3, 4))])
+def test_drafts_of_several_requests_lengthen_a_pass_by_two_thirds(slope, most):
+    """Most drafted tokens of a pass of n requests: (2/3 of 1 + slope * (n - 1), less n * 0.06) / slope."""
+    with kvsieve.attach(built("llama"), kvsieve.Plan()) as sieve, torch.no_grad():
+        all_ids = [prompt(number, 30 + number) for number in range(4)]
+        limits = 20, 40, 60, 120
+        wanted = []
+        for number, ids in enumerate(all_ids):
+            alone, _ = begun(sieve, ids, number, Sampling(), limit=limits[number])
+            while alone.going:
+                step(sieve, [alone])
+            wanted.append(alone.answers[0].tokens)
+        joint = [begun(sieve, ids, at, Sampling(), limit=limits[at])[0] for at, ids in enumerate(all_ids)]
+        # The first one drafts nothing, and leaves its share to the others.
+        for ids, rows, answer in list(zip(all_ids, joint, wanted, strict=True))[1:]:
+            length = DraftLength(15, slope, first=0.06)
+            rows.drafts = [RowDrafts(Copying(answer, len(ids)), length, [*ids, answer[0]])]
+        drafted = {}
+        while going := [rows for rows in joint if rows.going]:
+            found = step(sieve, going).drafted
+            drafted[len(going)] = max(found, drafted.get(len(going), 0))
+    assert [rows.answers[0].tokens for rows in joint] == wanted
+    assert drafted == dict(enumerate(most, 1))
+
+
 def test_answers_that_share_passes_draft_less():
     length = DraftLength(16, 0.09)
     counts = []

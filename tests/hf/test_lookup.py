@@ -5,10 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
+import kvsieve
+from kvsieve.hf.drafts import opened
 from kvsieve.hf.drafts.drafter import Drafter, RowDrafts
 from kvsieve.hf.drafts.length import COSTLY, DraftLength
 from kvsieve.hf.drafts.lookup import LookupDrafter
+from tiny import tiny_model
 
 
 def drafted(tokens, most=4, ngram=2):
@@ -147,6 +151,15 @@ def test_counts_add_up():
 @pytest.mark.parametrize(("slope", "least"), [(0.05, 4), (1.0, 0)])
 def test_a_pass_that_costs_as_much_per_token_is_never_drafted_for(slope, least):
     assert DraftLength(4, slope).of_class(5, 4) == least
+
+
+@pytest.mark.parametrize(
+    ("dtype", "native", "slope"), [(torch.bfloat16, True, 0.07), (torch.bfloat16, False, 0.2), (torch.float32, True, 0.2)]
+)
+def test_a_further_token_takes_longer_where_products_are_not_in_bfloat16(monkeypatch, dtype, native, slope):
+    monkeypatch.setattr(opened, "cpu_computes_bfloat16", lambda: native)
+    with kvsieve.attach(tiny_model(dtype=dtype), kvsieve.Plan()) as sieve:
+        assert opened.pass_cost(sieve, sieve.new_cache())[1] == slope
 
 
 def test_costly_drafts_pause_longer_and_longer():

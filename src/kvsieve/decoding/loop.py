@@ -63,6 +63,11 @@ class Rows:
         return 0 if self.dropped else sum(answer.finish is None for answer in self.answers)
 
     @property
+    def drafts_alone(self) -> bool:
+        """True if the rows of a shared pass could not keep different numbers of tokens, or would each need a pass."""
+        return keeps_alike(self.cache, self.model.plan)
+
+    @property
     def at_border(self) -> bool:
         """True where generate would read everything again for the next token."""
         return crosses(self.model, self.cache)
@@ -88,8 +93,7 @@ class Rows:
         """
         self.drafted = []
         most = min(room // len(self.answers) - 1, tokens_before_border(self.model, self.cache, room) - 1)
-        if self.drafts and together > 1 and keeps_alike(self.cache, self.model.plan):
-            # Rows could not keep different numbers of tokens, or would each need a pass.
+        if self.drafts and together > 1 and self.drafts_alone:
             most = 0
         for answer, drafts in zip(self.answers, self.drafts, strict=bool(self.drafts)):
             left = 0 if answer.finish is not None else answer.limit - len(answer.tokens)
@@ -214,9 +218,13 @@ def _propose(model: AttachedModel, going: Sequence[Rows]) -> None:
     """Let rows draft; those that draft little leave their share of a pass to others."""
     # Products read a weight once for as many tokens.
     left = MOST + 1
+    together = sum(len(rows.answers) for rows in going)
     if model.model.device.type == "cpu":
         left = MOST_ROWS.get(model.model.dtype, left)
-    together = sum(len(rows.answers) for rows in going)
+        if len(going) > 1:
+            # The others wait for them.
+            lengths = [drafts.length for rows in going if not rows.drafts_alone for drafts in rows.drafts]
+            left = min([left, *(together + one.most_shared(together) for one in lengths if one.adapt)])
     for number, rows in enumerate(going):
         left -= rows.propose(left // (len(going) - number), together)
 

@@ -12,6 +12,8 @@ _PAUSE = 4
 _LONGEST_PAUSE = 64
 # Gain in tokens per time below which nothing is drafted.
 _MARGIN = 1.05
+# Most time of a pass that several requests wait for, over that of one without drafts.
+_SHARED = 5 / 3
 # Estimates to begin with, by class; later classes are surer.
 _PRIORS = (0.4, 0.5, 0.4, 0.5, 0.65, 0.8, 0.9, 0.95)
 # Class of drafts that cost passes.
@@ -25,7 +27,7 @@ class DraftLength:
         most: drafted tokens of a pass.
         slope: time of each token of a pass after the first, in passes over one token.
         draft: time of drafting a token, in the same unit; 0 for a free drafter.
-        first: further time of a pass over several tokens, whatever their number.
+        first: further time of a pass over several tokens, whatever their number, for each answer in it.
         adapt: False to draft `most` tokens always.
 
     Attributes:
@@ -47,6 +49,12 @@ class DraftLength:
         """Return how many of `offered` tokens of a proposal to feed; number: its class."""
         offered = min(offered, self.most)
         return self._best(self._accepts[min(number, len(_PRIORS) - 1)], offered) if self.adapt else offered
+
+    def most_shared(self, answers: int) -> int:
+        """Return the most drafted tokens, of all answers together, for a pass that several requests wait for."""
+        plain = 1 + self.slope * (answers - 1)
+        spare = (_SHARED - 1) * plain - self.first * answers
+        return max(int(spare / (self.slope + self.draft)), 0)
 
     def of_costly(self) -> int:
         """Return how many tokens to draft by passes of a model; 0 while drafting pauses."""
@@ -85,13 +93,14 @@ class DraftLength:
         best = 0
         gain = _MARGIN
         # In passes of an answer's own: its share of one that several rows make longer.
-        cost = (self.slope + self.draft) * self.rows / (1 + self.slope * (self.rows - 1))
+        share = self.rows / (1 + self.slope * (self.rows - 1))
+        cost = (self.slope + self.draft) * share
         tokens = 1.0
         chance = 1.0
         for count in range(1, offered + 1):
             chance *= accept
             tokens += chance
-            rate = tokens / (1 + self.first + count * cost)
+            rate = tokens / (1 + self.first * share + count * cost)
             if rate > gain:
                 best = count
                 gain = rate
