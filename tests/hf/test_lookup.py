@@ -154,7 +154,8 @@ def test_a_pass_that_costs_as_much_per_token_is_never_drafted_for(slope, least):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "native", "slope"), [(torch.bfloat16, True, 0.07), (torch.bfloat16, False, 0.2), (torch.float32, True, 0.2)]
+    ("dtype", "native", "slope"),
+    [(torch.bfloat16, True, 0.07), (torch.bfloat16, False, 0.2), (torch.float32, True, 0.2)],
 )
 def test_a_further_token_takes_longer_where_products_are_not_in_bfloat16(monkeypatch, dtype, native, slope):
     monkeypatch.setattr(opened, "cpu_computes_bfloat16", lambda: native)
