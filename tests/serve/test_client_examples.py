@@ -86,6 +86,6 @@ def test_the_examples_of_the_servers_page_run(url, capsys):
         code = block.replace("http://127.0.0.1:8000", url).replace("SmolLM2-135M-Instruct", "tiny")
         exec(compile(code, PAGE.name, "exec"), found[-1])
     answered, followed, structured, _ = found
-    assert answered["reply"].choices[0].message.content and re.search(r"\[\d+", capsys.readouterr().out)
+    assert answered["reply"].choices[0].message.content and re.search(r" \d+\.0$", capsys.readouterr().out)
     assert followed["second"].previous_response_id == followed["first"].id
     assert structured["reply"].choices[0].message.content.startswith("{")
