@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import pkgutil
 import re
 import shlex
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 import transformers
 import typer
+from transformers import LlamaConfig, Qwen2Config
 
 import kvsieve
+from doc_pages import commands
 from kvsieve.cli.main import app
 from kvsieve.cli.models_table import models_markdown
 from model_table import examine
@@ -39,6 +42,36 @@ def test_the_recipes_of_the_server_have_options_that_exist_and_a_place_for_kerne
     # All that is written lies below one folder, which outlives the service.
     assert {str(Path(place).parent) for place in (*places.values(), given["store"])} == {"/var/lib/kvsieve"}
     assert len(places) == 2 and re.search(r"^(RUN |ExecStartPre=)\S*kvsieve doctor", recipe, re.M)
+
+
+# Models of the pages' estimates: layers, heads, KV heads, hidden and intermediate width.
+SHAPES = {
+    "Llama 3.2 1B": LlamaConfig(
+        num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, hidden_size=2048, intermediate_size=8192
+    ),
+    "Qwen2.5 7B": Qwen2Config(
+        num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, hidden_size=3584, intermediate_size=18944
+    ),
+    "Llama 3.1 8B": LlamaConfig(
+        num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, hidden_size=4096, intermediate_size=14336
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_estimates_of_the_pages_are_printed(name, cli, tmp_path):
+    SHAPES[name].update({"vocab_size": 128256, "max_position_embeddings": 131072})
+    SHAPES[name].save_pretrained(tmp_path)
+    wanted = [tmp_path, "--context", "32k", "--method", "full,snapkv:budget=10%", "--codec", "none,kivi:bits=4"]
+    full, _, some, packed = json.loads(cli("estimate", *wanted, "--json")[1])["results"]
+    sizes = " | ".join(f"{one['kv_bytes'] / 2**20:.1f} MiB" for one in (full, some, packed))
+    assert f"| {name} | {sizes} |" in (DOCS / "serving.md").read_text()
+    if name == "Llama 3.1 8B":
+        page = (DOCS / "choosing.md").read_text()
+        (command,) = (words for words in commands(page) if "--bandwidth" in words)
+        printed = [line.strip() for line in cli("estimate", tmp_path, *command[2:])[1].splitlines()]
+        shown = re.findall(r"^    (context   .*|131072 .*)$", page, re.M)
+        assert len(shown) == 4 and set(shown) <= set(printed)
 
 
 def test_the_api_table_links_every_name_to_its_file_and_has_its_parameters():
