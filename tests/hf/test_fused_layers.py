@@ -13,6 +13,7 @@ from torch import nn
 import kvsieve
 from in_blocks import quantized
 from kvsieve.decoding.loop import feed_rows
+from kvsieve.hf.compat import CACHE
 from kvsieve.hf.decode import token_layers
 from kvsieve.hf.decode.fused_layers import FusedLayers
 from kvsieve.hf.decode.fused_modules import FusedModules
@@ -66,6 +67,16 @@ def test_tokens_are_those_of_the_layers_code(family, dtype, calls):
     # The comparison when it is attached, and five tokens through four layers.
     assert calls == [2, *[1] * 20]
     torch.testing.assert_close(found, wanted, atol=BOUND[dtype], rtol=BOUND[dtype])
+
+
+def test_hooks_of_layers_see_the_models_own_passes_only(calls):
+    model = build("llama")
+    seen = []
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs.keys()), with_kwargs=True)
+    scores(model, "fused")
+    # The comparison when it is attached, which has no cache, is none of them; `kvsieve bench` counts work by hooks.
+    assert calls[0] == 2 and seen and all(CACHE in kwargs for kwargs in seen)
 
 
 def test_weights_in_blocks_are_read_by_the_same_calls(calls):
