@@ -38,6 +38,15 @@ class Join(Checked, ABC):
         """
 
     @property
+    def shifts(self) -> bool:
+        """Entries that stay are shifted by the mean change of those that are prefilled again.
+
+        The mean is over tokens after the first 16 of their documents, per layer and head, of values, and of keys before
+        their rotation. The first document stays as it is.
+        """
+        return False
+
+    @property
     def spec(self) -> str:
         """Text form, for `join_of`: "link:tokens=32"."""
         fields = dataclasses.asdict(self)  # type: ignore[call-overload]
@@ -86,11 +95,13 @@ class AskedAttention:
         question: float32 [layers, N], of the question's tokens.
         last: likewise, of the question's last token, fed alone; None unless the join compares with it.
         sizes: tokens of each of these documents; N in all.
+        again: bool [N], tokens that earlier rounds prefilled again.
     """
 
     question: Tensor
     last: Tensor | None
     sizes: Sequence[int]
+    again: Tensor
 
 
 class AskedJoin(Join):
@@ -104,6 +115,11 @@ class AskedJoin(Join):
 
     compares: ClassVar[bool] = False
 
+    @property
+    def rounds(self) -> int:
+        """Number of times that the question passes, and tokens are chosen and prefilled again."""
+        return 1
+
     def again(self, sizes: Sequence[int], start: int) -> list[Span]:
         """Return no columns: the question's attention decides which are prefilled again."""
         return []
@@ -114,7 +130,7 @@ class AskedJoin(Join):
 
     @abstractmethod
     def choose(self, attention: AskedAttention) -> Tensor:
-        """Return the tokens to prefill again, bool [N]."""
+        """Return the tokens that a round prefills again, bool [N]."""
 
 
 class ParallelJoin(Join):

@@ -79,7 +79,21 @@ class MovedEntries:
         done: Callable[[int], None] | None = None,
         feed: Callable[[], None] | None = None,
     ) -> None:
-        """Let a cache have seen `ids` with these entries, and those of a prefill of `spans` of columns.
+        """Prefill `spans` of columns, and let a cache have seen `ids` with all entries; see `prefill` and `finish`."""
+        self.prefill(model, cache, ids, spans, chunk, done, feed)
+        self.finish(model, cache, len(ids))
+
+    def prefill(
+        self,
+        model: AttachedModel,
+        cache: SieveCache,
+        ids: Tensor,
+        spans: Sequence[tuple[int, int]],
+        chunk: int | None = None,
+        done: Callable[[int], None] | None = None,
+        feed: Callable[[], None] | None = None,
+    ) -> None:
+        """Replace the entries of `spans` of columns by those of a prefill; `finish` is to follow.
 
         Each span sees the columns before it; short ones pass together. The plan does not act.
 
@@ -119,7 +133,11 @@ class MovedEntries:
             prefilled += size
             for index, part in self.layers.items():
                 part.replace(group, layers[index].store)
-        self.fill(cache, len(ids))
+
+    def finish(self, model: AttachedModel, cache: SieveCache, seen: int) -> None:
+        """Let a cache have seen `seen` columns with these entries, in the form that its layers store."""
+        layers = cache.sieve_layers
+        self.fill(cache, seen)
         for index in self.ragged:
             store = layers[index].store
             real = torch.ones_like(store.index, dtype=torch.bool) if store.valid is None else store.valid

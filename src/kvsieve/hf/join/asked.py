@@ -27,6 +27,7 @@ def choose_asked(
     entries: MovedEntries,
     join: AskedJoin,
     documents: Span,
+    again: Tensor,
 ) -> list[Span]:
     """Return the columns of documents to prefill again, in ascending order; `cache` then has the given entries.
 
@@ -38,11 +39,12 @@ def choose_asked(
         entries: of the columns, the same ones in every head.
         join: chooses.
         documents: columns after the first document; their end is that of the entries.
+        again: bool [columns], those that earlier rounds prefilled again.
     """
     start, end = documents
     last = _attention(model, cache, question[:, -1:], entries, documents) if join.compares else None
     asked = _attention(model, cache, torch.cat([texts.ids[:, end:], question], 1), entries, documents)
-    chosen = join.choose(AskedAttention(asked, last, texts.later(end)))
+    chosen = join.choose(AskedAttention(asked, last, texts.later(end), again[start:]))
     return list(spans_of(torch.cat([torch.zeros(start, dtype=torch.bool), chosen.cpu()])))
 
 

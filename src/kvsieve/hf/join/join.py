@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvsieve.errors import UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.cache.edits import EditRecord
+from kvsieve.hf.cache.edits import EditRecord, spans_of
 from kvsieve.hf.cache.records import TurnRecord
 from kvsieve.hf.edit.editor import of_evictor, why_not_rearranged
 from kvsieve.hf.edit.moved import MovedEntries
@@ -24,6 +24,7 @@ from kvsieve.hf.join.asked import choose_asked
 from kvsieve.hf.join.blend import prefill_chosen, why_not_blended
 from kvsieve.hf.join.documents import JoinReader, JoinTexts
 from kvsieve.hf.join.parallel import record_parallel, why_not_parallel
+from kvsieve.hf.join.shift import Shift
 from kvsieve.hf.prompt.options import Progress
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.joins import AskedJoin, Join, ParallelJoin, SelectiveJoin, Span
@@ -72,6 +73,11 @@ def why_not_joined(model: AttachedModel, kind: Join, before: int) -> str | None:
     if reason is None and isinstance(kind, (SelectiveJoin, AskedJoin)):
         reason = why_not_blended(model)
     return reason
+
+
+def _after(done: Callable[[int], None], known: int, more: int) -> None:
+    """Report tokens that are done after `known` earlier ones."""
+    done(known + more)
 
 
 @dataclass
@@ -190,24 +196,24 @@ class Joining:
         cache.begin_turn(self.seen, acts=False)
         ids = self.texts.ids[:, : self.seen]
         chunk = self.reader.chunk
-        spans = self.spans
         kind = self.kind
         feed = None
         if isinstance(kind, SelectiveJoin):
-            spans = [(self.first, self.seen)]
             chosen = functools.partial(prefill_chosen, self.sieve, cache, ids, entries.layers, kind, chunk)
 
             def feed() -> None:
                 self.spans = chosen()
 
-        if isinstance(kind, AskedJoin):
-            assert self.question is not None
-            place = self.first, self.seen
-            spans = self.spans = choose_asked(self.sieve, cache, self.texts, self.question, entries, kind, place)
         if isinstance(kind, ParallelJoin):
             entries.divide_keys(self.texts.start, self.seen, kind.temperature)
             record_parallel(cache, self.texts, kind)
-        entries.put(self.sieve, cache, ids[0], spans, chunk, done, feed)
+        if isinstance(kind, AskedJoin):
+            self._ask(cache, entries, kind, done)
+        else:
+            spans = [(self.first, self.seen)] if isinstance(kind, SelectiveJoin) else self.spans
+            shift = Shift(self.sieve, self.texts, self.first, self.seen) if kind.shifts else None
+            self._prefill(cache, entries, spans, shift, done, feed)
+        entries.finish(self.sieve, cache, self.seen)
         conversation.ids = ids.to(self.sieve.model.device) if needs_ids(self.sieve.plan) else None
         turn = cache.turn
         turn.acts = True
@@ -217,6 +223,39 @@ class Joining:
             turn.record.prompt_tokens = self.seen
             turn.record.kept = {index: layer.store.entries for index, layer in cache.sieve_layers.items()}
             conversation.prompt_lengths = (self.seen,)
+
+    def _ask(
+        self, cache: SieveCache, entries: MovedEntries, kind: AskedJoin, done: Callable[[int], None] | None
+    ) -> None:
+        """Choose tokens by the question, and prefill them again, in the rounds of the join."""
+        assert self.question is not None
+        place = self.first, self.seen
+        again = torch.zeros(self.seen, dtype=torch.bool)
+        shift = Shift(self.sieve, self.texts, self.first, self.seen) if kind.shifts else None
+        for _ in range(kind.rounds):
+            known = int(again.sum())
+            spans = choose_asked(self.sieve, cache, self.texts, self.question, entries, kind, place, again)
+            note = None if done is None else functools.partial(_after, done, known)
+            self._prefill(cache, entries, spans, shift, note)
+            for start, end in spans:
+                again[start:end] = True
+        self.spans = list(spans_of(again))
+
+    def _prefill(
+        self,
+        cache: SieveCache,
+        entries: MovedEntries,
+        spans: Sequence[Span],
+        shift: Shift | None,
+        done: Callable[[int], None] | None,
+        feed: Callable[[], None] | None = None,
+    ) -> None:
+        """Prefill spans of columns again, and shift the entries that stay; see MovedEntries.prefill."""
+        if shift is not None:
+            shift.begin(entries, spans)
+        entries.prefill(self.sieve, cache, self.texts.ids[0], spans, self.reader.chunk, done, feed)
+        if shift is not None:
+            shift.apply(entries)
 
     def _result(self, cache: SieveCache, prefilled: int, reread: int) -> Joined:
         seconds = time.perf_counter() - self.began

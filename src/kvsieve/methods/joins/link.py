@@ -26,12 +26,21 @@ from kvsieve.planning.joins import Join, Span, register_join
 )
 @dataclass(frozen=True, kw_only=True)
 class Link(Join):
-    """Prefill the first `tokens` of every document but the first again."""
+    """Prefill the first tokens of every document but the first again.
+
+    tokens: of each document.
+    shift: other entries are shifted; see `Join.shifts`.
+    """
 
     tokens: int = 32
+    shift: bool = False
 
     def __post_init__(self) -> None:
         check_int(self, "tokens", self.tokens, 1)
+
+    @property
+    def shifts(self) -> bool:
+        return self.shift
 
     def again(self, sizes: Sequence[int], start: int) -> list[Span]:
         places = accumulate(sizes[:-1], initial=start)

@@ -2,9 +2,9 @@
 
 Documents are prefilled alone and moved to their places. The question passes over these entries, then its last token
 alone: the end of a template, or a question mark, without content. A document's score is the attention of the question's
-tokens to it over that of the last token alone, each summed over layers and the document's tokens. The documents with
-the largest scores are then prefilled again in all layers: their tokens attend to all entries up to their own, updated
-or not.
+tokens to it over that of the last token alone, each summed over layers and the document's tokens. The document with
+the largest score is then prefilled again in all layers: its tokens attend to all entries up to their own, updated or
+not. The question is asked again for each further document: it may need what the one before has named.
 
 Attention alone falls with the distance, and prefers the last documents for any question; the ratio does not. Source of
 the comparison: in-context re-ranking, which subtracts the attention of a question without content (arXiv 2410.02642).
@@ -35,16 +35,25 @@ _LEAST = 1e-12
 class Relevant(AskedJoin):
     """Prefill the documents again, whole, to which the question attends most.
 
-    documents: their number; the first document, exact in its place, takes no part. Those prefilled again draw most of
-        the attention, wrong ones too, so few are best.
+    documents: their number, one per round; the first document, exact in its place, takes no part.
+    shift: entries of the other documents are shifted; see `Join.shifts`.
     """
 
     documents: int = 1
+    shift: bool = True
 
     compares: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_int(self, "documents", self.documents, 1)
+
+    @property
+    def rounds(self) -> int:
+        return self.documents
+
+    @property
+    def shifts(self) -> bool:
+        return self.shift
 
     def most(self, sizes: Sequence[int]) -> int:
         return sum(sorted(sizes)[-self.documents :])
@@ -53,6 +62,10 @@ class Relevant(AskedJoin):
         assert attention.last is not None
         sizes = list(attention.sizes)
         parts = zip(attention.question.sum(0).split(sizes), attention.last.sum(0).split(sizes), strict=True)
-        scores = torch.stack([asked.sum() / other.sum().clamp_min(_LEAST) for asked, other in parts])
-        best = set(scores.topk(min(self.documents, len(sizes))).indices.tolist())
-        return torch.cat([torch.full((size,), number in best) for number, size in enumerate(sizes)])
+        known = attention.again.split(sizes)
+        scores = [
+            -1.0 if done.any() else float(asked.sum() / other.sum().clamp_min(_LEAST))
+            for (asked, other), done in zip(parts, known, strict=True)
+        ]
+        best = scores.index(max(scores))
+        return torch.cat([torch.full((size,), number == best) for number, size in enumerate(sizes)])

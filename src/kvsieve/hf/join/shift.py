@@ -1,0 +1,86 @@
+"""Shift of stored entries by the mean change of those that a join prefills again; see `Join.shifts`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvsieve.core.selection import entries_at
+from kvsieve.hf.edit.entries import LayerEntries
+from kvsieve.hf.edit.moved import MovedEntries
+from kvsieve.hf.join.documents import JoinTexts
+from kvsieve.hf.runtime import AttachedModel
+from kvsieve.planning.joins import Span
+
+# First tokens of a document, which change more than the others, and otherwise.
+_BEGINNING = 16
+
+
+class Shift:
+    """Measures how entries change that are prefilled again, and shifts those that stay.
+
+    Args:
+        model: the attached model.
+        texts: of the join.
+        first: column after the first document.
+        seen: columns of the join.
+    """
+
+    def __init__(self, model: AttachedModel, texts: JoinTexts, first: int, seen: int) -> None:
+        self._model = model
+        self._late = torch.zeros(seen, dtype=torch.bool)
+        for place, size in zip(texts.places, texts.sizes, strict=True):
+            self._late[place + _BEGINNING : place + size] = True
+        self._late[:first] = False
+        self._stays = torch.arange(seen) >= first
+        self._columns = torch.empty(0, dtype=torch.int64)
+        self._before: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        # Entries measured before, by layer: int64 [1, H].
+        self._measured: dict[int, Tensor] = {}
+
+    def begin(self, entries: MovedEntries, spans: Sequence[Span]) -> None:
+        """Note the entries of spans of columns that are about to be prefilled again."""
+        marked = torch.zeros_like(self._late)
+        for start, end in spans:
+            marked[start:end] = True
+        self._stays &= ~marked
+        self._columns = (marked & self._late).nonzero()[:, 0]
+        self._before = {index: self._found(index, part) for index, part in entries.layers.items()}
+
+    def apply(self, entries: MovedEntries) -> None:
+        """Shift the entries that stay by the mean change of those noted."""
+        for index, part in entries.layers.items():
+            keys, values, real = self._found(index, part)
+            old_keys, old_values, before = self._before.pop(index)
+            real = (real & before)[..., None]
+            known = self._measured.get(index, torch.zeros(real.shape[:2], dtype=torch.int64, device=real.device))
+            total = self._measured[index] = known + real[..., 0].sum(2)
+            # Entries that were shifted before have the mean of earlier rounds.
+            divisor = total.clamp_min(1)[..., None]
+            change = ((keys - old_keys) * real).sum(2) / divisor
+            self._add(index, part, change, ((values - old_values) * real).sum(2) / divisor)
+
+    def _found(self, index: int, part: LayerEntries) -> tuple[Tensor, Tensor, Tensor]:
+        """Return unrotated keys and values of the columns, [1, H, n, ...], and whether each has an entry."""
+        size = len(self._late)
+        column = part.column
+        slots = torch.full((*column.shape[:2], size + 1), -1, dtype=torch.int64, device=column.device)
+        numbers = torch.arange(column.shape[2], device=column.device).expand_as(column)
+        slots.scatter_(2, column.masked_fill(column < 0, size), numbers)
+        columns = self._columns.to(column.device)
+        slots = slots[..., columns]
+        at = slots.clamp_min(0)
+        keys = self._model.facts.rotate(index, entries_at(part.keys, at), columns[None], inverse=True)
+        return keys, entries_at(part.values, at).to(keys.dtype), slots >= 0
+
+    def _add(self, index: int, part: LayerEntries, keys: Tensor, values: Tensor) -> None:
+        """Add to the entries that stay; keys, values: [1, H, D]."""
+        column = part.column
+        at = column.clamp_min(0)
+        own = (self._stays.to(column.device)[at] & (column >= 0))[..., None]
+        wide = keys[0, :, None, None].expand(-1, 1, column.shape[2], -1)
+        turned = self._model.facts.rotate(index, wide, at[0])[:, 0][None]
+        part.keys = torch.where(own, part.keys + turned, part.keys).to(part.keys.dtype)
+        part.values = torch.where(own, part.values + values[:, :, None], part.values).to(part.values.dtype)
