@@ -13,9 +13,11 @@ from kvsieve.planning.joins import AskedAttention, join_of
 from tiny_models import build
 
 BEFORE = 6
-SIZES = (17, 23, 20)
+SIZES = (17, 23, 20, 19)
 START = BEFORE + SIZES[0]
 TOTAL = BEFORE + sum(SIZES)
+# Tables of rotations are float32.
+CLOSE = {"atol": 1e-6, "rtol": 1e-6}
 QUESTION = torch.tensor([[11, 12, 40, 13, 14]])
 
 
@@ -71,37 +73,98 @@ def of_prophet(model, ids, stored, share):
     return attended(model, QUESTION, stored).topk(round(share * (TOTAL - START))).indices.sort().values + START
 
 
-def of_relevant(model, ids, stored, documents):
-    parts = zip(
-        *(attended(model, tokens, stored).split(SIZES[1:]) for tokens in (QUESTION, QUESTION[:, -1:])), strict=True
-    )
-    ratios = [float(asked.sum() / other.sum()) for asked, other in parts]
-    best = sorted(range(len(ratios)), key=lambda at: -ratios[at])[:documents]
-    columns = torch.arange(START, TOTAL).split(SIZES[1:])
-    return torch.cat([columns[at] for at in sorted(best)])
+def of_relevant(model, ids, stored, documents, shift):
+    """Columns of documents that the question chooses, one per round, and all entries after them."""
+    places = torch.arange(START, TOTAL).split(SIZES[1:])
+    left = list(range(len(places)))
+    changes, again = [], torch.empty(0, dtype=torch.int64)
+    for _ in range(documents):
+        asked, last = (attended(model, tokens, stored).split(SIZES[1:]) for tokens in (QUESTION, QUESTION[:, -1:]))
+        best = max(left, key=lambda at: asked[at].sum() / last[at].sum())
+        left.remove(best)
+        again = torch.cat([again, places[best]])
+        fresh, _ = passed(model, ids[:, places[best]], places[best], stored)
+        if shift:
+            late = places[best][16:]
+            changes.append(changed(model, stored, fresh, late))
+            share = len(late) / sum(len(places[at][16:]) for at in range(len(places)) if at not in left)
+            stays = torch.cat([places[at] for at in left])
+            fresh = shifted(model, fresh, changes[-1], share, stays)
+        stored = fresh
+    return again.sort().values, stored
 
 
-@pytest.mark.parametrize(
-    ("kind", "chosen"),
-    [
-        (Prophet(share=0.1), lambda *given: of_prophet(*given, 0.1)),
-        (Prophet(share=0.5), lambda *given: of_prophet(*given, 0.5)),
-        (Relevant(documents=1), lambda *given: of_relevant(*given, 1)),
-    ],
-    ids=["10%", "50%", "document"],
-)
+def turned(model, x, columns, sign):
+    cos, sin = model.model.rotary_emb(x, columns[None])
+    return apply_rotary_pos_emb(x, x, cos, sign * sin)[0]
+
+
+def changed(model, stored, fresh, late):
+    """Mean change of columns by layer, of keys before their rotation and of values."""
+    return [
+        (turned(model, (new[0] - old[0])[:, :, late], late, -1).mean(2), (new[1] - old[1])[:, :, late].mean(2))
+        for old, new in zip(stored, fresh, strict=True)
+    ]
+
+
+def shifted(model, entries, changes, share, stays):
+    found = []
+    for (keys, values), (of_keys, of_values) in zip(entries, changes, strict=True):
+        keys, values = keys.clone(), values.clone()
+        wide = of_keys[:, :, None].expand(-1, -1, len(stays), -1)
+        keys[:, :, stays] += share * turned(model, wide, stays, 1)
+        values[:, :, stays] += share * of_values[:, :, None]
+        found.append((keys, values))
+    return found
+
+
+def check(found, columns, entries):
+    assert found.reread == len(columns) and found.reused == TOTAL - len(columns)
+    for index, (pair, other) in enumerate(zip(keys_and_values(found.cache), entries, strict=True)):
+        torch.testing.assert_close(pair, other, **CLOSE, msg=lambda text, at=index: f"layer {at}: {text}")
+    record = found.cache.conversation.edits
+    share = (TOTAL - START - len(columns)) / TOTAL
+    assert record.reread == len(columns) and record.share(TOTAL) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
 @torch.no_grad()
-def test_it_is_the_definition(model, ids, kind, chosen):
+def test_prophet_is_the_definition(model, ids, share):
     with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
         stored = keys_and_values(joined(sieve, ids, "modules").cache)
-        best = chosen(model, ids, stored)
-        expected, _ = passed(model, ids[:, best], best, stored)
-        found = joined(sieve, ids, kind)
-    assert found.reread == len(best) and found.reused == TOTAL - len(best)
-    for index, (pair, other) in enumerate(zip(keys_and_values(found.cache), expected, strict=True)):
-        torch.testing.assert_close(pair, other, atol=1e-9, rtol=1e-9, msg=lambda text, at=index: f"layer {at}: {text}")
-    record = found.cache.conversation.edits
-    assert record.reread == len(best) and record.share(TOTAL) == pytest.approx((TOTAL - START - len(best)) / TOTAL)
+        best = of_prophet(model, ids, stored, share)
+        check(joined(sieve, ids, Prophet(share=share)), best, passed(model, ids[:, best], best, stored)[0])
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("documents", [1, 2])
+@torch.no_grad()
+def test_relevant_is_the_definition(model, ids, documents, shift):
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        stored = keys_and_values(joined(sieve, ids, "modules").cache)
+        columns, entries = of_relevant(model, ids, stored, documents, shift)
+        check(joined(sieve, ids, Relevant(documents=documents, shift=shift)), columns, entries)
+
+
+@torch.no_grad()
+def test_link_shifts_what_stays(model, ids):
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        stored = keys_and_values(joined(sieve, ids, "modules").cache)
+        fresh = keys_and_values(joined(sieve, ids, "link:tokens=18").cache)
+        places = torch.arange(START, TOTAL).split(SIZES[1:])
+        late, stays = (torch.cat([place[part] for place in places]) for part in (slice(16, 18), slice(18, None)))
+        entries = shifted(model, fresh, changed(model, stored, fresh, late), 1.0, stays)
+        found = joined(sieve, ids, "link:tokens=18:shift=true")
+    for pair, other in zip(keys_and_values(found.cache), entries, strict=True):
+        torch.testing.assert_close(pair, other, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["relevant:documents=2", "link:tokens=20:shift=true"])
+def test_progress_counts_every_token_once(model, ids, kind):
+    seen = []
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        found = joined(sieve, ids, kind, progress=lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen) and seen[-1][0] == TOTAL + found.reread <= seen[-1][1]
 
 
 def test_the_place_of_a_document_does_not_decide(ids):
@@ -110,11 +173,13 @@ def test_the_place_of_a_document_does_not_decide(ids):
     for number, part in enumerate([slice(0, 4), slice(4, 10), slice(10, 15)]):
         asked = last.clone()
         asked[part] *= 1.5
-        chosen = Relevant(documents=1).choose(AskedAttention(asked[None], last[None], sizes))
+        chosen = Relevant(documents=1).choose(
+            AskedAttention(asked[None], last[None], sizes, torch.zeros(15, dtype=torch.bool))
+        )
         assert chosen.nonzero().flatten().tolist() == list(range(15))[part], number
 
 
-@pytest.mark.parametrize("kind", ["prophet:share=1.0", "relevant:documents=2", "relevant:documents=9"])
+@pytest.mark.parametrize("kind", ["prophet:share=1.0", "relevant:documents=3", "relevant:documents=9"])
 @pytest.mark.parametrize("family", ["llama", "gemma", "phi3", "gpt_neox"])
 def test_all_tokens_are_a_full_prefill(family, ids, kind):
     with kvsieve.attach(build(family), kvsieve.plan("full")) as sieve:
@@ -139,7 +204,7 @@ def test_another_question_chooses_other_tokens(model, ids):
             for kind, question in (("modules", None), ("prophet", QUESTION), ("prophet", [50, 60, 61]))
         )
     changed = [(keys != old).any(-1).any(1)[0] for keys in (one, two)]
-    assert not torch.equal(*changed) and all(int(mask.sum()) == 9 for mask in changed)
+    assert not torch.equal(*changed) and all(int(mask.sum()) == 12 for mask in changed)
 
 
 def test_the_cache_is_without_the_question_and_continues(model, ids):
@@ -182,8 +247,8 @@ def test_one_document_is_a_plain_prefill(model, ids, kind):
         ({"method": "full"}, [1 << 20], "the model knows 0 to"),
         (
             {"method": "full"},
-            [7] * 447,
-            "have 66 tokens together and the question 447, the model's context ends at 512",
+            [7] * 428,
+            "have 85 tokens together and the question 428, the model's context ends at 512",
         ),
         ({"method": "keydiff", "budget": 24, "floor": 0}, QUESTION, "evicts entries of each document alone"),
     ],
