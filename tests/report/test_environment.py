@@ -38,6 +38,11 @@ def test_changes_anywhere_in_the_package_count(monkeypatch):
     assert {root.rsplit("/", 1)[-1] for root in roots} == {"kvsieve"}
 
 
+def test_the_stamp_names_the_kind_of_processor(monkeypatch):
+    monkeypatch.setattr(stamps, "cpu_kind", lambda: "of a kind")
+    assert stamps.environment()["processor"].endswith(", of a kind")
+
+
 def test_the_stamp_names_the_weights(tmp_path):
     model = build("llama")
     assert stamps.environment()["weights"] is None

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import transformers
 
+from kvsieve.devices import cpu_kind
 from kvsieve.folders import write_whole
 from kvsieve.version import __version__
 
@@ -25,7 +26,7 @@ WEIGHTS = (".safetensors", ".bin", ".gguf")
 
 
 def environment(model: Any = None) -> dict[str, Any]:
-    """Return versions, processor, device, time (UTC), weights, command and, in a checkout, the commit (JSON-ready).
+    """Return versions, processor with its kind, device, time (UTC), weights, command and, in a checkout, the commit (JSON-ready).
 
     In a copy of a checkout without its history the variable KVSIEVE_COMMIT names the commit.
 
@@ -40,7 +41,7 @@ def environment(model: Any = None) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
+        "processor": f"{_processor()}, {cpu_kind()}",
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
