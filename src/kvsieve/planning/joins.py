@@ -50,7 +50,7 @@ class Join(Checked, ABC):
     def spec(self) -> str:
         """Text form, for `join_of`: "link:tokens=32"."""
         fields = dataclasses.asdict(self)  # type: ignore[call-overload]
-        settings = [f"{name}={value}" for name, value in fields.items() if value is not None]
+        settings = [f"{name}={value}" for name, value in fields.items() if value not in (None, False)]
         return ":".join([_info_of(type(self)).name, *settings])
 
 

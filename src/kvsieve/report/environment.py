@@ -26,9 +26,9 @@ WEIGHTS = (".safetensors", ".bin", ".gguf")
 
 
 def environment(model: Any = None) -> dict[str, Any]:
-    """Return versions, processor with its kind, device, time (UTC), weights, command and, in a checkout, the commit (JSON-ready).
+    """Return versions, processor and its kind, device, time (UTC), weights, command and, in a checkout, the commit.
 
-    In a copy of a checkout without its history the variable KVSIEVE_COMMIT names the commit.
+    JSON-ready. In a copy of a checkout without its history the variable KVSIEVE_COMMIT names the commit.
 
     Args:
         model: the model measured, or its directory or file; None for none.

@@ -73,24 +73,22 @@ def of_prophet(model, ids, stored, share):
     return attended(model, QUESTION, stored).topk(round(share * (TOTAL - START))).indices.sort().values + START
 
 
-def of_relevant(model, ids, stored, documents, shift):
+def of_relevant(model, ids, stored, documents):
     """Columns of documents that the question chooses, one per round, and all entries after them."""
     places = torch.arange(START, TOTAL).split(SIZES[1:])
     left = list(range(len(places)))
-    changes, again = [], torch.empty(0, dtype=torch.int64)
+    again = torch.empty(0, dtype=torch.int64)
     for _ in range(documents):
         asked, last = (attended(model, tokens, stored).split(SIZES[1:]) for tokens in (QUESTION, QUESTION[:, -1:]))
         best = max(left, key=lambda at: asked[at].sum() / last[at].sum())
         left.remove(best)
         again = torch.cat([again, places[best]])
         fresh, _ = passed(model, ids[:, places[best]], places[best], stored)
-        if shift:
-            late = places[best][16:]
-            changes.append(changed(model, stored, fresh, late))
-            share = len(late) / sum(len(places[at][16:]) for at in range(len(places)) if at not in left)
-            stays = torch.cat([places[at] for at in left])
-            fresh = shifted(model, fresh, changes[-1], share, stays)
-        stored = fresh
+        late = places[best][16:]
+        # Entries shifted before have the mean of earlier rounds.
+        share = len(late) / sum(len(places[at][16:]) for at in range(len(places)) if at not in left)
+        stays = torch.cat([places[at] for at in left])
+        stored = shifted(model, fresh, changed(model, stored, fresh, late), share, stays)
     return again.sort().values, stored
 
 
@@ -136,14 +134,13 @@ def test_prophet_is_the_definition(model, ids, share):
         check(joined(sieve, ids, Prophet(share=share)), best, passed(model, ids[:, best], best, stored)[0])
 
 
-@pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("documents", [1, 2])
 @torch.no_grad()
-def test_relevant_is_the_definition(model, ids, documents, shift):
+def test_relevant_is_the_definition(model, ids, documents):
     with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
         stored = keys_and_values(joined(sieve, ids, "modules").cache)
-        columns, entries = of_relevant(model, ids, stored, documents, shift)
-        check(joined(sieve, ids, Relevant(documents=documents, shift=shift)), columns, entries)
+        columns, entries = of_relevant(model, ids, stored, documents)
+        check(joined(sieve, ids, Relevant(documents=documents)), columns, entries)
 
 
 @torch.no_grad()

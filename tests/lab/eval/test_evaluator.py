@@ -14,7 +14,7 @@ import kvsieve
 from kvsieve.decoding import loop
 from kvsieve.errors import InputError, UnsupportedOptionError
 from kvsieve.hf.compat import CACHE
-from kvsieve.hf.drafts import draft_passes, length
+from kvsieve.hf.drafts import draft_passes, length, opened
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.lab.eval.evaluator import Evaluator
 from kvsieve.lab.eval.outcome import compared_places
@@ -246,6 +246,7 @@ def test_a_draft_may_have_another_tokenizer(model, evaluator, monkeypatch):
     """It is told the model's own."""
     monkeypatch.setattr(draft_passes, "LEAST", 0.0)
     monkeypatch.setattr(length, "_MARGIN", 0.0)
+    monkeypatch.setattr(opened, "pass_cost", lambda *_: (0.0, 0.01))
     small = build("llama", seed=1, vocab_size=90)
     words = {word: index for index, word in enumerate(reversed(WORDS[40:]))}
     other = Tokenizer(models.WordLevel(words, unk_token=WORDS[41]))

@@ -4,7 +4,8 @@ Documents are prefilled alone and moved to their places. The question passes ove
 alone: the end of a template, or a question mark, without content. A document's score is the attention of the question's
 tokens to it over that of the last token alone, each summed over layers and the document's tokens. The document with
 the largest score is then prefilled again in all layers: its tokens attend to all entries up to their own, updated or
-not. The question is asked again for each further document: it may need what the one before has named.
+not. Entries of all other documents are shifted by the mean change (`Join.shifts`), and the question is asked again for
+each further document.
 
 Attention alone falls with the distance, and prefers the last documents for any question; the ratio does not. Source of
 the comparison: in-context re-ranking, which subtracts the attention of a question without content (arXiv 2410.02642).
@@ -36,11 +37,9 @@ class Relevant(AskedJoin):
     """Prefill the documents again, whole, to which the question attends most.
 
     documents: their number, one per round; the first document, exact in its place, takes no part.
-    shift: entries of the other documents are shifted; see `Join.shifts`.
     """
 
     documents: int = 1
-    shift: bool = True
 
     compares: ClassVar[bool] = True
 
@@ -53,7 +52,7 @@ class Relevant(AskedJoin):
 
     @property
     def shifts(self) -> bool:
-        return self.shift
+        return True
 
     def most(self, sizes: Sequence[int]) -> int:
         return sum(sorted(sizes)[-self.documents :])
