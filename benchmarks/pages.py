@@ -344,7 +344,8 @@ def busy_table() -> str:
 def drafts_tables() -> str:
     """Return what was measured of drafts, without the parts that were not."""
     tasks = (drafts_table(file) for file in sorted(RESULTS.glob("drafts_speed*.json")))
-    parts = *tasks, drafts_of_views_table(), drafts_served_table(), drafts_identical()
+    served = (drafts_served_table(file) for file in sorted(RESULTS.glob("drafts_serve*.json")))
+    parts = *tasks, drafts_of_views_table(), *served, drafts_identical()
     return "\n\n".join(part for part in parts if part)
 
 
@@ -372,8 +373,10 @@ def drafts_table(file: Path) -> str:
         where = stamp["device"]
     counts = sorted(row["samples"] for row in report["summary"])
     samples = " to ".join(map(str, sorted({counts[0], counts[-1]})))
-    said = f"Tokens per second over those without drafts, {_described(report['model'])} on {where}, medians of"
-    return f"{said} {samples} prompts (`python benchmarks/speed/speculation.py`):\n\n{markdown(head, lines)}"
+    said = (
+        f"Tokens per second over those without drafts, {_described(report['model'])} in {report['dtype']} on {where},"
+    )
+    return f"{said} medians of {samples} prompts (`python benchmarks/speed/speculation.py`):\n\n{markdown(head, lines)}"
 
 
 def drafts_of_views_table() -> str:
@@ -398,11 +401,8 @@ def _described(name: str) -> str:
     return described(name) if name in MODELS else name
 
 
-def drafts_served_table() -> str:
+def drafts_served_table(file: Path) -> str:
     """Servers with and without drafts (benchmarks/speed/speculation_serve.py)."""
-    file = RESULTS / "drafts_serve.json"
-    if not file.exists():
-        return ""
     report = json.loads(file.read_text())
     found = report["summary"]
     lines = []
@@ -410,7 +410,8 @@ def drafts_served_table() -> str:
         rate, *gaps = (found[f"{each}_{key}"] for each in ("tokens_per_s", "gap_median_s", "gap_p95_s"))
         cells = [f"{each:.2f}" if key == "ratio" else f"{1000 * each:.0f} ms" for each in gaps]
         lines.append([name, f"{rate:.2f}" if key == "ratio" else f"{rate:.1f}", *cells])
-    said = f"{report['clients']} clients of a server that edit one file of {report['length']:,} tokens, medians of"
+    said = f"{report['clients']} clients of a server that edit one file of {report['length']:,} tokens, on"
+    said += f" {report['environment']['processor']}, medians of"
     head = ["", "tokens per second", "median gap", "95th percentile of gaps"]
     rounds = f"{len(report['rounds'])} rounds (`python benchmarks/speed/speculation_serve.py`)"
     return f"{said} {rounds}:\n\n{markdown(head, lines)}"
