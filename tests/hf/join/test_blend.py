@@ -134,8 +134,9 @@ def test_all_tokens_of_a_blended_pass_are_a_full_prefill(model, ids):
         stored = sieve.join([*texts], before, kind="modules").cache
         entries = MovedEntries.of(sieve, stored, torch.arange(TOTAL), torch.zeros(TOTAL, dtype=torch.bool))
         cache = sieve.new_cache()
-        feed = functools.partial(prefill_chosen, sieve, cache, ids, entries.layers, join)
-        entries.put(sieve, cache, ids[0], [(START, TOTAL)], None, feed)
+        feed = functools.partial(prefill_chosen, sieve, cache, ids, entries.layers, join, None)
+        entries.prefill(sieve, cache, ids[0], [(START, TOTAL)], feed=feed)
+        entries.finish(sieve, cache, TOTAL)
         whole = sieve.prefill(ids)
     for pair, other in zip(keys_and_values(cache), keys_and_values(whole), strict=True):
         torch.testing.assert_close(pair, other, atol=1e-9, rtol=1e-9)

@@ -27,7 +27,7 @@ class DraftLength:
         most: drafted tokens of a pass.
         slope: time of each token of a pass after the first, in passes over one token.
         draft: time of drafting a token, in the same unit; 0 for a free drafter.
-        first: further time of a pass over several tokens, whatever their number, for each answer in it.
+        first: further time of a pass over several tokens, of any number, for each answer in it.
         adapt: False to draft `most` tokens always.
 
     Attributes:

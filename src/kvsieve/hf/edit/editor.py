@@ -279,7 +279,7 @@ def _rewrite(
 ) -> None:
     """Give a cache the conversation of a layout: entries move, and `runs` of columns are prefilled.
 
-    chunk, done: see MovedEntries.put.
+    chunk, done: see MovedEntries.prefill.
     """
     turn = cache.conversation.turn
     known = cache.conversation.ids
@@ -290,7 +290,8 @@ def _rewrite(
     conversation.turn = dataclasses.replace(
         turn, reading=True, acts=False, deferred=[], record=TurnRecord(reduced=False)
     )
-    entries.put(model, cache, layout.ids, runs, chunk, done)
+    entries.prefill(model, cache, layout.ids, runs, chunk, done)
+    entries.finish(model, cache, len(layout.ids))
     conversation.ids = None if known is None else layout.ids[None].to(known.device)
     _move_records(cache, turn, layout.target, len(layout.ids))
 

@@ -69,20 +69,6 @@ class MovedEntries:
             own = (part.column >= start) & (part.column < end)
             part.keys = torch.where(own[..., None], part.keys / temperature, part.keys)
 
-    def put(
-        self,
-        model: AttachedModel,
-        cache: SieveCache,
-        ids: Tensor,
-        spans: Sequence[tuple[int, int]],
-        chunk: int | None = None,
-        done: Callable[[int], None] | None = None,
-        feed: Callable[[], None] | None = None,
-    ) -> None:
-        """Prefill `spans` of columns, and let a cache have seen `ids` with all entries; see `prefill` and `finish`."""
-        self.prefill(model, cache, ids, spans, chunk, done, feed)
-        self.finish(model, cache, len(ids))
-
     def prefill(
         self,
         model: AttachedModel,
