@@ -19,15 +19,14 @@ from kvsieve.planning.suggestions import check_names, did_you_mean
 Span = tuple[int, int]
 
 
-class Join(Checked, ABC):
+class Join(Checked):
     """Base of joins: chooses the tokens that are prefilled again once the documents are in their places.
 
     A subclass is a frozen dataclass, registered by `register_join`; its fields are the parameters in its text form.
     """
 
-    @abstractmethod
     def again(self, sizes: Sequence[int], start: int) -> list[Span]:
-        """Return the columns to prefill again, in ascending order; each sees all columns before it.
+        """Return the columns to prefill again, in ascending order, none by default; each sees all columns before it.
 
         Entries of the first document are exact, since it was prefilled in its place. If the spans cover all documents
         after it, nothing is prefilled alone: the whole is one plain prefill.
@@ -36,6 +35,7 @@ class Join(Checked, ABC):
             sizes: tokens of each document, in order.
             start: tokens before the first one.
         """
+        return []
 
     @property
     def shifts(self) -> bool:
@@ -54,15 +54,11 @@ class Join(Checked, ABC):
         return ":".join([_info_of(type(self)).name, *settings])
 
 
-class SelectiveJoin(Join):
+class SelectiveJoin(Join, ABC):
     """Base of joins that choose tokens by their entries: all pass the first layers, chosen ones the others.
 
     Tokens of the first document, with exact entries, take no part.
     """
-
-    def again(self, sizes: Sequence[int], start: int) -> list[Span]:
-        """Return no columns: the model's hidden states decide which are prefilled again."""
-        return []
 
     @abstractmethod
     def source(self, num_layers: int) -> int:
@@ -104,7 +100,7 @@ class AskedAttention:
     again: Tensor
 
 
-class AskedJoin(Join):
+class AskedJoin(Join, ABC):
     """Base of joins that choose tokens by the question's attention to the documents in their places.
 
     Tokens of the first document, with exact entries, take no part.
@@ -120,10 +116,6 @@ class AskedJoin(Join):
         """Number of times that the question passes, and tokens are chosen and prefilled again."""
         return 1
 
-    def again(self, sizes: Sequence[int], start: int) -> list[Span]:
-        """Return no columns: the question's attention decides which are prefilled again."""
-        return []
-
     @abstractmethod
     def most(self, sizes: Sequence[int]) -> int:
         """Return the largest number of tokens to prefill again. sizes: tokens of each document after the first."""
@@ -133,7 +125,7 @@ class AskedJoin(Join):
         """Return the tokens that a round prefills again, bool [N]."""
 
 
-class ParallelJoin(Join):
+class ParallelJoin(Join, ABC):
     """Base of joins that leave documents at the same positions; text after them begins after the longest.
 
     Later attention divides the logits of their entries by `temperature`, and multiplies the log-sum-exp of these by
@@ -146,10 +138,6 @@ class ParallelJoin(Join):
     @abstractmethod
     def factor(self) -> float:
         """Factor of the log-sum-exp."""
-
-    def again(self, sizes: Sequence[int], start: int) -> list[Span]:
-        """Return no columns: every document is as it was alone."""
-        return []
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ scaffolds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvsieve.planning.joins import Join, Span, register_join
+from kvsieve.planning.joins import Join, register_join
 
 
 @register_join(
@@ -27,6 +26,3 @@ from kvsieve.planning.joins import Join, Span, register_join
 @dataclass(frozen=True, kw_only=True)
 class Modules(Join):
     """Concatenate the documents' entries."""
-
-    def again(self, sizes: Sequence[int], start: int) -> list[Span]:
-        return []
