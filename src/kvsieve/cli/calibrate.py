@@ -99,7 +99,7 @@ def calibrate_command(
 
     from kvsieve.lab.calibrate import Material, calibrate
     from kvsieve.models.fetch import MODEL_NAME
-    from kvsieve.planning.profiles import keep_profile
+    from kvsieve.planning.profiles import ARRAYS, keep_profile
 
     count = (2 if quick else 4) if prompts is None else prompts
     if out is None:
@@ -129,8 +129,7 @@ def calibrate_command(
 
         drawn = saved("--plot", plot, distances_png(profile))
     if as_json:
-        arrays = ("heads", "q_filters", "q_centres", "head_budgets", "entropies")
-        emit_json({name: value for name, value in profile.to_dict().items() if name not in arrays} | {"out": str(file)})
+        emit_json({name: value for name, value in profile.to_dict().items() if name not in ARRAYS} | {"out": str(file)})
     else:
         print_profile(profile)
         _print_use(profile, file, out is None, (model, dtype, device))

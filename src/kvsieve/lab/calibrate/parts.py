@@ -23,7 +23,7 @@ from kvsieve.methods import SnapKV
 from kvsieve.methods.lukv import SCORER
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
-from kvsieve.planning.profiles import Fingerprint, numbers
+from kvsieve.planning.profiles import Filters, Fingerprint, numbers
 from kvsieve.shared.prompt import read_shared
 from kvsieve.types import LayerContext
 
@@ -43,18 +43,14 @@ class ReferenceAnswer:
 
 @dataclass
 class Parts:
-    """Parts of a calibration, measured one after another into `measured`."""
+    """Parts of a calibration, measured one after another into `measured` and, by their names, `arrays`."""
 
     model: Any
     options: Options
     fingerprint: Fingerprint
     progress: Progress | None
     measured: dict[str, Any] = field(default_factory=dict)
-    heads: Any = None
-    q_filters: Any = None
-    q_centres: Any = None
-    head_budgets: Any = None
-    entropies: Any = None
+    arrays: dict[str, Any] = field(default_factory=dict)
     done: int = 0
     total: int = 0
 
@@ -195,9 +191,9 @@ class Parts:
             scores.prompts += 1
         shape = self.fingerprint
         if wants_heads:
-            self.heads = numbers(scores.result(scores.scores, shape.layers, shape.kv_heads), 2)
+            heads = self.arrays["heads"] = numbers(scores.result(scores.scores, shape.layers, shape.kv_heads), 2)
             sinks, recent = kept_by_streaming(min(reference.ids.shape[1] for reference in references))
-            flat = sorted(score for layer in self.heads for score in layer)
+            flat = sorted(score for layer in heads for score in layer)
             self.measured["heads"] = {
                 "sinks": sinks,
                 "recent": recent,
@@ -207,11 +203,12 @@ class Parts:
             }
         if wants_filters:
             filters = sums.result(shape.layers, shape.kv_heads, shape.head_dim)
-            self.q_filters = numbers([[[round(v, 4) for v in head] for head in layer.tolist()] for layer in filters], 3)
+            found = [[[round(v, 4) for v in head] for head in layer.tolist()] for layer in filters]
+            self.arrays["q_filters"] = numbers(found, 3)
             self._step("checking filters")
             self.measured["q_filters"] = checked(self.model, filters, held_out.ids)
         if wants_entropies:
-            self.entropies, self.measured["entropies"] = entropies.result(shape.layers, shape.kv_heads)
+            self.arrays["entropies"], self.measured["entropies"] = entropies.result(shape.layers, shape.kv_heads)
 
     def _tsp(self, references: Sequence[ReferenceAnswer], found: Sequence[int]) -> int:
         rate = self.options.tsp_rate
@@ -297,7 +294,7 @@ class Parts:
         if isinstance(found, str):
             self.measured.setdefault("left_out", {})["q_centres"] = found
             return
-        self.q_centres = numbers([[[_short(v) for v in head] for head in layer] for layer in found.tolist()], 3)
+        self.arrays["q_centres"] = _array(found)
         self.measured["q_centres"] = {"queries": sum(one.shape[1] for one in ids)}
 
     def _budgets(self, references: Sequence[ReferenceAnswer]) -> None:
@@ -307,9 +304,13 @@ class Parts:
         if isinstance(found, str):
             self.measured.setdefault("left_out", {})["head_budgets"] = found
             return
-        self.head_budgets = numbers([[[_short(v) for v in head] for head in layer] for layer in found.tolist()], 3)
+        self.arrays["head_budgets"] = _array(found)
         least, largest = map(_short, (found[..., 19].min().item(), found[..., 19].max().item()))
         self.measured["head_budgets"] = {"budget": "20%", "least": least, "largest": largest}
+
+
+def _array(found: Tensor) -> Filters:
+    return numbers([[[_short(value) for value in head] for head in layer] for layer in found.tolist()], 3)
 
 
 def _short(value: float) -> float | None:

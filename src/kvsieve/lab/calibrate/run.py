@@ -75,11 +75,7 @@ def measure(
     return Profile(
         fingerprint=run.fingerprint,
         parameters=method_parameters(run.measured, run.pooled, run.options.tsp_rate),
-        heads=run.heads,
-        q_filters=run.q_filters,
-        q_centres=run.q_centres,
-        head_budgets=run.head_budgets,
-        entropies=run.entropies,
+        **run.arrays,
         measured=run.measured,
         text=text,
         environment=environment(model),

@@ -13,9 +13,10 @@ from kvsieve.planning.profiles.files import (
     shipped_profiles,
 )
 from kvsieve.planning.profiles.fingerprint import Fingerprint
-from kvsieve.planning.profiles.profile import Filters, Heads, Profile, numbers
+from kvsieve.planning.profiles.profile import ARRAYS, Filters, Heads, Profile, numbers
 
 __all__ = [
+    "ARRAYS",
     "Filters",
     "Fingerprint",
     "Heads",

@@ -15,6 +15,8 @@ from kvsieve.planning.profiles.fingerprint import Fingerprint
 FORMAT = 1
 Heads = tuple[tuple[float, ...], ...]
 Filters = tuple[tuple[tuple[float, ...], ...], ...]
+# Arrays of a profile, and the levels of their lists.
+ARRAYS = {"heads": 2, "q_filters": 3, "q_centres": 3, "head_budgets": 3, "entropies": 2}
 HOW_TO_MAKE = "`kvsieve calibrate MODEL --out profile.json`"
 
 
@@ -80,8 +82,7 @@ class Profile:
                     raise TypeError(f"{name} is not an object")
             if not all(isinstance(settings, dict) for settings in parts.get("parameters", {}).values()):
                 raise TypeError("parameters are not objects")
-            depths = {"heads": 2, "q_filters": 3, "q_centres": 3, "head_budgets": 3, "entropies": 2}
-            for name, depth in depths.items():
+            for name, depth in ARRAYS.items():
                 if parts.get(name) is not None:
                     parts[name] = numbers(parts[name], depth)
                     if len(parts[name]) != shape.layers:
