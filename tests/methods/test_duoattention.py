@@ -86,9 +86,9 @@ def test_memory_falls_and_streaming_heads_roll_while_decoding():
 
 def test_scores_of_another_model_are_refused():
     keys = torch.zeros(1, 2, 40, 2)
-    with pytest.raises(PlanError, match="3 layers with 2 KV heads each, the model has 4 with 2"):
+    with pytest.raises(PlanError, match="3 layers with 2 heads each, the model has 4 with 2 KV heads"):
         DuoAttention(budget=20, heads=SCORES).select(context(keys, keys), (20,))
-    with pytest.raises(PlanError, match="0 layers with 0 KV heads each, the model has 4 with 2"):
+    with pytest.raises(PlanError, match="0 layers with 0 heads each, the model has 4 with 2 KV heads"):
         kvsieve.plan("duoattention", budget=20).evict.select(context(keys, keys), (20,))
     no_profile = "needs a profile with heads, and none of this model.*kvsieve calibrate MODEL --parts heads"
     with pytest.raises(PlanError, match=no_profile), kvsieve.attach(build("llama"), kvsieve.plan("duoattention")):

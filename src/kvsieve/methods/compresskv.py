@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from kvsieve.core.scoring import Kernel, Pool, pool, score_dtype, window_mass
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
+from kvsieve.methods.arrays import check_heads, set_numbers
 from kvsieve.methods.base import check_int
-from kvsieve.methods.headkv import check_heads, head_scores
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
@@ -44,12 +44,12 @@ class CompressKV(SnapKV, heads="all", query_aware=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_int(self, "voters", self.voters, 1)
-        object.__setattr__(self, "heads", head_scores("CompressKV", self.heads))
+        set_numbers(self, "heads", "[layers][heads]")
         if self.per_query_head:
             raise PlanError("CompressKV: all heads of a layer keep the same entries; leave per_query_head out")
 
     def check_layer(self, index: int, num_layers: int, heads: int, query_heads: int, dim: int) -> None:
-        check_heads("CompressKV", self.heads, num_layers, heads, query_heads)
+        check_heads(self, "scores", self.heads, num_layers, heads, query_heads)
 
     def voting(self, layer: int, query_heads: int, kv_heads: int) -> list[int]:
         """Return the query heads that score the entries of a layer, ascending."""
@@ -65,7 +65,7 @@ class CompressKV(SnapKV, heads="all", query_aware=True):
         heads = ctx.keys.shape[1]
         size = ctx.ranks.size
         query_heads = ctx.query.shape[1] * size
-        check_heads("CompressKV", self.heads, ctx.num_layers, heads * size, query_heads)
+        check_heads(self, "scores", self.heads, ctx.num_layers, heads * size, query_heads)
         voters = self.voting(ctx.layer_idx, query_heads, heads * size)
         own = range(query_heads)[ctx.ranks.own(query_heads)]
         local = [head - own.start for head in voters if head in own]

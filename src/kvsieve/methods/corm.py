@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsieve.core.scoring import window_weights
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import ScoredEvictor, check_int, last_real, positions, skips
-from kvsieve.methods.decoding import BLOCK, carried, limited
+from kvsieve.methods.decoding import carried, limited, weights_by_block
 from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext, Selection
 
@@ -84,20 +83,11 @@ class CORM(ScoredEvictor, heads="own", ragged=True, query_aware=True):
 
     def _important(self, ctx: LayerContext) -> Tensor:
         """Return the step of this pass's last query to which each entry is important, int64 [B, H, N]; 0 for none."""
-        heads, length = ctx.keys.shape[1:3]
         new = ctx.query.shape[2]
         steps = positions(ctx)[:, :1, -new:] + 1
         found = torch.zeros(ctx.keys.shape[:3], dtype=torch.int64, device=ctx.keys.device)
-        for start in range(max(new - self.queries, 0), new, BLOCK):
-            stop = min(start + BLOCK, new)
-            seen = length - new + stop
-            step = steps[:, :, start:stop, None]
-            asked = ctx.asks(ctx.query[:, :, start:stop])
-            valid = None if ctx.valid is None else ctx.valid[:, :, :seen]
-            end = 0
-            for weights in window_weights(asked, ctx.keys[:, :, :seen], valid=valid):
-                important = weights.unflatten(1, (heads, -1)).amax(2) * step >= 1
-                part = slice(end, end + important.shape[-1])
-                found[..., part] = torch.maximum(found[..., part], (important * step).amax(2))
-                end = part.stop
+        for queries, part, weights in weights_by_block(ctx, max(new - self.queries, 0)):
+            step = steps[:, :, queries, None]
+            important = weights.amax(2) * step >= 1
+            found[..., part] = torch.maximum(found[..., part], (important * step).amax(2))
         return found

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from kvsieve.core.scoring import window_weights
 from kvsieve.core.selection import pack_ragged, top_mask
 from kvsieve.lazy import Tensor, torch
 from kvsieve.lazy import functional as F
@@ -10,7 +13,25 @@ from kvsieve.methods.h2o import moved
 from kvsieve.types import AttentionQueries, LayerContext, Selection
 
 # Queries per block where all of a pass are looked at.
-BLOCK = 256
+_BLOCK = 256
+
+
+def weights_by_block(ctx: LayerContext, first: int = 0) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yield the causal weights of a pass's queries from `first` on, in blocks of queries and entries.
+
+    Yields:
+        The queries, the entries, and their weights [B, H, G, queries, entries].
+    """
+    heads, length = ctx.keys.shape[1:3]
+    new = ctx.query.shape[2]
+    for start in range(first, new, _BLOCK):
+        queries = slice(start, min(start + _BLOCK, new))
+        seen = length - new + queries.stop
+        valid = None if ctx.valid is None else ctx.valid[:, :, :seen]
+        end = 0
+        for weights in window_weights(ctx.asks(ctx.query[:, :, queries]), ctx.keys[:, :, :seen], valid=valid):
+            yield queries, slice(end, end + weights.shape[-1]), weights.unflatten(1, (heads, -1))
+            end += weights.shape[-1]
 
 
 def before_window(ctx: LayerContext, window: int) -> tuple[AttentionQueries, Tensor, Tensor]:

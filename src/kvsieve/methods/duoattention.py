@@ -23,13 +23,13 @@ from typing import Any
 
 from kvsieve.core.scoring import score_dtype
 from kvsieve.core.selection import entries_at, pack_ragged, top_mask
-from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
+from kvsieve.methods.arrays import check_heads, set_numbers
 from kvsieve.methods.base import ScoredEvictor, apply_protection, check_int, first_real, skipped, skips
 from kvsieve.planning.answers import refuse_answer
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
-from kvsieve.planning.profiles import Heads, Profile, array_of, numbers
+from kvsieve.planning.profiles import Heads, Profile, array_of
 from kvsieve.planning.registry import register_method
 from kvsieve.planning.roles import Traits
 from kvsieve.types import LayerContext, Selection
@@ -59,22 +59,12 @@ class DuoAttention(ScoredEvictor, heads="all", ragged=True, query_aware=False):
     def __post_init__(self) -> None:
         check_int(self, "sinks", self.sinks, 0)
         check_int(self, "recent", self.recent, 1)
-        try:
-            object.__setattr__(self, "heads", numbers(self.heads, 2))
-        except (TypeError, ValueError) as error:
-            raise PlanError(f"DuoAttention: heads must be numbers, [layers][KV heads]: {error}") from error
+        set_numbers(self, "heads", "[layers][KV heads]")
         super().__post_init__()
         refuse_answer(self, self)
 
     def check_layer(self, index: int, num_layers: int, heads: int, query_heads: int, dim: int) -> None:
-        self._check_heads(num_layers, heads)
-
-    def _check_heads(self, layers: int, heads: int) -> None:
-        if len(self.heads) != layers or any(len(layer) != heads for layer in self.heads):
-            raise PlanError(
-                f"DuoAttention has scores of {len(self.heads)} layers with {len(self.heads[0]) if self.heads else 0} "
-                f"KV heads each, the model has {layers} with {heads}: calibrate this model"
-            )
+        check_heads(self, "scores", self.heads, num_layers, heads)
 
     def retrieving(self, heads: int, length: int, budget: int) -> int:
         """Return the number of heads, of `heads`, that keep all `length` entries if `budget` is their average."""
@@ -105,7 +95,7 @@ class DuoAttention(ScoredEvictor, heads="all", ragged=True, query_aware=False):
         return torch.arange(length, dtype=torch.float32, device=ctx.keys.device).expand(batch, heads, length)
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
-        self._check_heads(ctx.num_layers, ctx.keys.shape[1] * ctx.ranks.size)
+        check_heads(self, "scores", self.heads, ctx.num_layers, ctx.keys.shape[1] * ctx.ranks.size)
         if skips(self.skip_layers, ctx):
             return None
         if not self._share_out(ctx, counts):

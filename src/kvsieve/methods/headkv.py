@@ -21,10 +21,11 @@ from kvsieve.core.scoring import Kernel, Pool
 from kvsieve.errors import PlanError
 from kvsieve.methods.adakv import GroupedSnapKV
 from kvsieve.methods.allocators import HeadAllocator
+from kvsieve.methods.arrays import check_heads, set_numbers
 from kvsieve.methods.base import ScoredEvictor
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
-from kvsieve.planning.profiles import Heads, Profile, array_of, numbers
+from kvsieve.planning.profiles import Heads, Profile, array_of
 from kvsieve.planning.registry import Parameters, register_method
 
 _BASE = GroupedSnapKV(budget=Budget(ratio=0.2))
@@ -46,14 +47,14 @@ class HeadKV(HeadAllocator, heads="own", ragged=True, query_aware=False):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "heads", head_scores("HeadKV", self.heads))
+        set_numbers(self, "heads", "[layers][heads]")
         if not self.beta >= 1:
             raise PlanError(f"HeadKV: beta must be at least 1, got {self.beta!r}")
         if not self.temperature >= 0:
             raise PlanError(f"HeadKV: temperature must be at least 0, got {self.temperature!r}")
 
     def check_heads(self, layers: int, heads: int) -> None:
-        check_heads("HeadKV", self.heads, layers, heads)
+        check_heads(self, "scores", self.heads, layers, heads)
 
     def head_counts(self, layers: Sequence[int], length: int, count: int) -> list[list[int]]:
         """Return the entries of each head of `layers` for a row of `length` tokens, `count` on average."""
@@ -64,24 +65,6 @@ class HeadKV(HeadAllocator, heads="own", ragged=True, query_aware=False):
         room = [max(length, count) - sure] * len(weights)
         shares = iter(allocate(weights, pool * len(weights), [0] * len(weights), room))
         return [[sure + next(shares) for _ in self.heads[layer]] for layer in layers]
-
-
-def head_scores(owner: str, heads: Heads) -> Heads:
-    """Return scores of heads as tuples of numbers. Raises PlanError."""
-    try:
-        return numbers(heads, 2)
-    except (TypeError, ValueError) as error:
-        raise PlanError(f"{owner}: heads must be numbers, [layers][heads]: {error}") from error
-
-
-def check_heads(owner: str, scores: Heads, layers: int, heads: int, more: int | None = None) -> None:
-    """Raise PlanError unless there are scores of `layers` layers with `heads` (or `more`) heads each."""
-    if len(scores) == layers and {len(layer) for layer in scores} <= {heads, more}:
-        return
-    raise PlanError(
-        f"{owner} has scores of {len(scores)} layers with {len(scores[0]) if scores else 0} heads each, the model has "
-        f"{layers} with {heads} KV heads: calibrate this model"
-    )
 
 
 @register_method(

@@ -19,9 +19,10 @@ from typing import Any
 
 from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
 from kvsieve.errors import PlanError
+from kvsieve.methods.arrays import set_numbers
 from kvsieve.methods.exact_topk import ExactTopK
 from kvsieve.methods.readers import Setting
-from kvsieve.planning.profiles import Heads, numbers
+from kvsieve.planning.profiles import Heads
 from kvsieve.planning.registry import register_method
 from kvsieve.planning.roles import Layers, Traits
 from kvsieve.types import AttentionQueries
@@ -55,10 +56,7 @@ class Kascade(ExactTopK, static_shapes=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        try:
-            object.__setattr__(self, "anchor_heads", numbers(self.anchor_heads, 2))
-        except (TypeError, ValueError) as error:
-            raise PlanError(f"Kascade: anchor_heads must be numbers, [layers][KV heads]: {error}") from error
+        set_numbers(self, "anchor_heads", "[layers][KV heads]")
 
     def check(self, num_layers: int) -> None:
         super().check(num_layers)

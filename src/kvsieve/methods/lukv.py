@@ -24,11 +24,12 @@ from kvsieve.core.scoring import score_dtype
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor
 from kvsieve.methods.allocators import HeadAllocator
+from kvsieve.methods.arrays import check_heads, set_numbers
 from kvsieve.methods.base import ScoredEvictor, check_int, last_real
 from kvsieve.methods.expected_attention import ExpectedAttention
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
-from kvsieve.planning.profiles import Filters, Profile, array_of, numbers
+from kvsieve.planning.profiles import Filters, Profile, array_of
 from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext
 
@@ -82,21 +83,14 @@ class LUKV(HeadAllocator, heads="own", ragged=True, query_aware=False):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        try:
-            object.__setattr__(self, "shares", numbers(self.shares, 3))
-        except (TypeError, ValueError) as error:
-            raise PlanError(f"LUKV: shares must be numbers, [layers][KV heads][budgets]: {error}") from error
+        set_numbers(self, "shares", "[layers][KV heads][budgets]")
         wrong = [share for layer in self.shares for head in layer for share in head if not 0 <= share <= 1]
         if wrong:
             raise PlanError(f"LUKV: shares must be from 0 to 1, got {wrong[0]!r}")
 
     def check_heads(self, layers: int, heads: int) -> None:
-        if len(self.shares) != layers or {len(layer) for layer in self.shares} != {heads}:
-            raise PlanError(
-                f"LUKV has shares of {len(self.shares)} layers with {len(self.shares[0]) if self.shares else 0} heads "
-                f"each, the model has {layers} with {heads} KV heads: calibrate this model with `kvsieve calibrate "
-                "--parts head_budgets`"
-            )
+        how = " with `kvsieve calibrate --parts head_budgets`"
+        check_heads(self, "shares", self.shares, layers, heads, how=how)
 
     def head_counts(self, layers: Sequence[int], length: int, count: int) -> list[list[int]]:
         shares = [_at(head, count / length) for layer in layers for head in self.shares[layer]]

@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 from kvsieve.core.scoring import score_dtype
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
+from kvsieve.methods.arrays import set_numbers
 from kvsieve.methods.base import ScoredEvictor, check_int, last_real
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
-from kvsieve.planning.profiles import Filters, Profile, array_of, numbers
+from kvsieve.planning.profiles import Filters, Profile, array_of
 from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext
 
@@ -38,10 +39,7 @@ class QFilters(ScoredEvictor, heads="own", query_aware=False):
     recent: int = 0
 
     def __post_init__(self) -> None:
-        try:
-            object.__setattr__(self, "filters", numbers(self.filters, 3))
-        except (TypeError, ValueError) as error:
-            raise PlanError(f"QFilters: filters must be numbers, [layers][KV heads][D]: {error}") from error
+        set_numbers(self, "filters", "[layers][KV heads][D]")
         check_int(self, "recent", self.recent, 0)
         super().__post_init__()
 

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsieve.core.scoring import window_weights
 from kvsieve.core.selection import top_mask
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import ScoredEvictor, check_int, check_share, first_real, keep_best, last_real, skips
-from kvsieve.methods.decoding import BLOCK, carried
+from kvsieve.methods.decoding import carried, weights_by_block
 from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext, Selection
 
@@ -110,20 +109,12 @@ def received(ctx: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, length = ctx.keys.shape[:3]
     new = ctx.query.shape[2]
     parts: list[Tensor] = []
-    for start in range(0, new, BLOCK):
-        stop = min(start + BLOCK, new)
-        seen = length - new + stop
-        asked = ctx.asks(ctx.query[:, :, start:stop])
-        valid = None if ctx.valid is None else ctx.valid[:, :, :seen]
-        end = 0
-        for weights in window_weights(asked, ctx.keys[:, :, :seen], valid=valid):
-            mean = weights.unflatten(1, (heads, -1)).mean(2)
-            if not parts:
-                parts = [mean.new_zeros(batch, heads, length) for _ in _NAMES]
-            part = slice(end, end + mean.shape[-1])
-            parts[0][..., part] += mean.sum(2)
-            parts[1][..., part] += mean.square().sum(2)
-            end = part.stop
+    for _, part, weights in weights_by_block(ctx):
+        mean = weights.mean(2)
+        if not parts:
+            parts = [mean.new_zeros(batch, heads, length) for _ in _NAMES]
+        parts[0][..., part] += mean.sum(2)
+        parts[1][..., part] += mean.square().sum(2)
     real = torch.ones_like(parts[2][..., -new:]) if ctx.valid is None else ctx.valid[:, :, -new:].to(parts[2].dtype)
     parts[2][..., : length - new] = real.sum(-1, keepdim=True)
     parts[2][..., length - new :] = real.flip(-1).cumsum(-1).flip(-1)

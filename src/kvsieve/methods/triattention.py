@@ -23,11 +23,12 @@ from dataclasses import dataclass, field
 from kvsieve.core.scoring import score_dtype
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
+from kvsieve.methods.arrays import set_numbers
 from kvsieve.methods.base import first_real, model_facts
 from kvsieve.methods.expected_attention import FutureQueries
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
-from kvsieve.planning.profiles import Filters, Profile, array_of, numbers
+from kvsieve.planning.profiles import Filters, Profile, array_of
 from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext, When
 
@@ -49,10 +50,7 @@ class TriAttention(FutureQueries, heads="own", query_aware=False):
     n_future: int = 1 << 16
 
     def __post_init__(self) -> None:
-        try:
-            object.__setattr__(self, "centres", numbers(self.centres, 3))
-        except (TypeError, ValueError) as error:
-            raise PlanError(f"TriAttention: centres must be numbers, [layers][query heads][2 D]: {error}") from error
+        set_numbers(self, "centres", "[layers][query heads][2 D]")
         super().__post_init__()
 
     @property

@@ -37,9 +37,9 @@ from kvsieve.core.scoring import Kernel, Pool, mass_of
 from kvsieve.errors import PlanError, short
 from kvsieve.methods.adakv import GroupedSnapKV
 from kvsieve.methods.allocators import HeadAllocator
+from kvsieve.methods.arrays import check_heads, set_numbers
 from kvsieve.methods.base import ScoredEvictor, check_int
 from kvsieve.methods.fastkv import best_offered
-from kvsieve.methods.headkv import check_heads, head_scores
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.profiles import Heads, Profile, array_of
@@ -69,13 +69,13 @@ class UNComp(HeadAllocator, heads="own", query_aware=False):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "heads", head_scores("UNComp", self.heads))
+        set_numbers(self, "heads", "[layers][heads]")
         check_int(self, "groups", self.groups, 1)
         if not 1 <= self.spread < float("inf"):
             raise PlanError(f"UNComp: spread must be at least 1, got {self.spread!r}")
 
     def check_heads(self, layers: int, heads: int) -> None:
-        check_heads("UNComp", self.heads, layers, heads)
+        check_heads(self, "scores", self.heads, layers, heads)
 
     def head_counts(self, layers: Sequence[int], length: int, count: int) -> list[list[int]]:
         found = []
