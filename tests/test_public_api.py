@@ -17,7 +17,7 @@ FUNCTIONS = """
     list_methods()
     method_info(name)
     plan(method, *, codec=None, rest=None, prefill=None, merge=None, **parameters)
-    register_method(name, *, title, paper, phase, query_aware, summary='', budget=None, **rarely)
+    register_method(name, *, title, paper, phase, query_aware=None, summary='', budget=None, **rarely)
 """
 MODELS = """
     cache_dir()

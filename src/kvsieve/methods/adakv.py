@@ -216,9 +216,7 @@ def _match(per_head: Tensor, heads: int) -> Tensor:
     return per_head.repeat_interleave(heads // per_head.shape[1], 1)
 
 
-@register_method(
-    "adakv", title="Ada-KV", paper="arXiv 2407.11550", phase="end of prompt", query_aware=True, derive=defaults.pooling
-)
+@register_method("adakv", title="Ada-KV", paper="arXiv 2407.11550", phase="end of prompt", derive=defaults.pooling)
 @dataclass(frozen=True, kw_only=True)
 class AdaKVParameters(Parameters):
     """SnapKV with a budget per head: the best entries of a layer decide how its heads share the budget."""

@@ -200,7 +200,6 @@ def _report(rows: list[_RowTrace], method: AdaptiveTSP) -> dict[str, object]:
     title="ASL",
     paper="Taniguchi et al., Adaptive Layer Selection",
     phase="prefill, end of prompt",
-    query_aware=True,
     derive=defaults.asl,
 )
 @dataclass(frozen=True, kw_only=True)

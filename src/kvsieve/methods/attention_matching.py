@@ -48,7 +48,6 @@ _STATE = "attention_matching"
     title="Attention Matching",
     paper="arXiv 2602.16284",
     phase="end of prompt",
-    query_aware=False,
     summary="Compact the context into fewer entries with fitted weights and values, for any question.",
     budget="10%",
 )

@@ -122,9 +122,7 @@ class CAKE(Cascade, heads="all", query_aware=True):
         return [max(entropy, 0.0) ** (1 / self.tau1) * spread ** (1 / self.tau2) for entropy, spread in pairs]
 
 
-@register_method(
-    "cake", title="CAKE", paper="arXiv 2503.12491", phase="end of prompt", query_aware=True, derive=defaults.pooling
-)
+@register_method("cake", title="CAKE", paper="arXiv 2503.12491", phase="end of prompt", derive=defaults.pooling)
 @dataclass(frozen=True, kw_only=True)
 class CakeParameters(Parameters):
     """Set each layer's budget by the spread and the shift of its attention, evicting during prefill."""

@@ -100,7 +100,7 @@ def _signed(number: int) -> int:
     return number - _WORD if number >= _WORD // 2 else number
 
 
-@register_method("cam", title="CaM", paper="ICML 2024", phase="decode", query_aware=True)
+@register_method("cam", title="CaM", paper="ICML 2024", phase="decode")
 def cam(
     budget: Budget | str | int | float = "20%",
     base: str = "streamingllm",

@@ -33,7 +33,6 @@ _EPSILON = 1e-6
     title="CapKV",
     paper="arXiv 2604.25975",
     phase="end of prompt",
-    query_aware=False,
     summary="Keep entries with values that the others do not span, weighted by the prompt's mean query.",
     budget="20%",
 )

@@ -104,7 +104,7 @@ class ChunkKV(Wrapper, heads="all", query_aware=False):
         return chunks.ranks(-best_first(chunks.means())[..., None].expand_as(chunks.judged))
 
 
-@register_method("chunkkv", title="ChunkKV", paper="arXiv 2502.00299", phase="end of prompt", query_aware=True)
+@register_method("chunkkv", title="ChunkKV", paper="arXiv 2502.00299", phase="end of prompt")
 def chunkkv(
     budget: Budget | str | int | float = "20%",
     base: str = "snapkv",

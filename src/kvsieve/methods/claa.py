@@ -89,14 +89,7 @@ class CrossLayerTSP(TSP, heads="all", query_aware=True):
         return selection
 
 
-@register_method(
-    "claa",
-    title="CLAA",
-    paper="arXiv 2602.16054",
-    phase="prefill, end of prompt",
-    query_aware=True,
-    derive=defaults.fastkv,
-)
+@register_method("claa", title="CLAA", paper="arXiv 2602.16054", phase="prefill, end of prompt", derive=defaults.fastkv)
 @dataclass(frozen=True, kw_only=True)
 class CLAAParameters(Parameters):
     """FastKV that ranks tokens by their largest score over several layers."""

@@ -43,7 +43,6 @@ class ClusterSetting(Setting):
     title="ClusterKV",
     paper="arXiv 2412.03213",
     phase="decode",
-    query_aware=True,
     summary="Read the clusters of keys with centroids nearest to the query; evict nothing.",
     budget=1024,
 )

@@ -85,13 +85,7 @@ class CompactAttention(SparsePrefill, heads="own"):
         return table | own | (groups & full[:, None])
 
 
-@register_method(
-    "compactattention",
-    title="CompactAttention",
-    paper="arXiv 2605.16839",
-    phase="prefill",
-    query_aware=True,
-)
+@register_method("compactattention", title="CompactAttention", paper="arXiv 2605.16839", phase="prefill")
 def compact_attention(
     base: str = "flashprefill",
     chunk_length: int = 2048,

@@ -39,7 +39,6 @@ _LEAST_SPREAD = 1e-6
     title="Compactor",
     paper="arXiv 2507.08143",
     phase="end of prompt",
-    query_aware=False,
     summary="Keep entries with unusual keys and those their own chunk attends to; ignores the question.",
     budget="20%",
 )

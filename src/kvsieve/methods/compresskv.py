@@ -95,9 +95,7 @@ class CompressKV(SnapKV, heads="all", query_aware=True):
         return None if ctx.valid is None else ctx.valid[:, :1]
 
 
-@register_method(
-    "compresskv", title="CompressKV", paper="arXiv 2508.02401", phase="end of prompt", query_aware=True, part="heads"
-)
+@register_method("compresskv", title="CompressKV", paper="arXiv 2508.02401", phase="end of prompt", part="heads")
 @dataclass(frozen=True, kw_only=True)
 class CompressKVParameters(Parameters):
     """Keep the entries that a layer's retrieval heads attend to, the same in all heads; needs a model's profile."""

@@ -24,7 +24,6 @@ from kvsieve.types import LayerContext, Selection
     title="CORM",
     paper="arXiv 2404.15949",
     phase="end of prompt, decode",
-    query_aware=True,
     summary="Evict entries that no recent query gave an average weight, as many as that gives.",
     budget="100%",
 )

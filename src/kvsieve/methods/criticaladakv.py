@@ -17,12 +17,7 @@ from kvsieve.planning.registry import register_method
 
 
 @register_method(
-    "criticaladakv",
-    title="CriticalAdaKV",
-    paper="arXiv 2502.03805",
-    phase="end of prompt",
-    query_aware=True,
-    derive=defaults.pooling,
+    "criticaladakv", title="CriticalAdaKV", paper="arXiv 2502.03805", phase="end of prompt", derive=defaults.pooling
 )
 @dataclass(frozen=True, kw_only=True)
 class CriticalAdaKVParameters(AdaKVParameters):

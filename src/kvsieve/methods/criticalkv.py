@@ -78,7 +78,7 @@ def projected_norm(ctx: LayerContext, power: int = 1) -> Tensor:
     return out
 
 
-@register_method("criticalkv", title="CriticalKV", paper="arXiv 2502.03805", phase="end of prompt", query_aware=True)
+@register_method("criticalkv", title="CriticalKV", paper="arXiv 2502.03805", phase="end of prompt")
 def criticalkv(
     budget: Budget | str | int | float = "20%",
     base: str = "snapkv",

@@ -33,7 +33,6 @@ _BEFORE = "critiprefill"
     title="CritiPrefill",
     paper="arXiv 2409.12490",
     phase="prefill",
-    query_aware=True,
     summary="Prefill attends to the blocks that bounds of each segment's queries and of the keys rank highest.",
 )
 @dataclass(frozen=True, kw_only=True)

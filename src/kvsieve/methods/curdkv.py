@@ -28,7 +28,6 @@ from kvsieve.types import LayerContext
     title="CurDKV",
     paper="arXiv 2509.15038",
     phase="end of prompt",
-    query_aware=False,
     summary="Keep the entries with large keys and values among their neighbours; uses no queries.",
     budget="20%",
 )

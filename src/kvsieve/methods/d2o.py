@@ -145,7 +145,7 @@ class D2O(Merged, heads="all", query_aware=False):
         return mean[:, None]
 
 
-@register_method("d2o", title="D2O", paper="arXiv 2406.13035", phase="end of prompt, decode", query_aware=True)
+@register_method("d2o", title="D2O", paper="arXiv 2406.13035", phase="end of prompt, decode")
 @dataclass(frozen=True, kw_only=True)
 class D2OParameters(Parameters):
     """Keep heavy hitters, more in layers with even attention, and merge similar dropped entries into them."""

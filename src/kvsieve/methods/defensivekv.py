@@ -177,7 +177,7 @@ class DefensiveKV(RaggedAllocator, query_aware=True):
         return chosen
 
 
-@register_method("defensivekv", title="DefensiveKV", paper="arXiv 2510.13334", phase="end of prompt", query_aware=True)
+@register_method("defensivekv", title="DefensiveKV", paper="arXiv 2510.13334", phase="end of prompt")
 @dataclass(frozen=True, kw_only=True)
 class DefensiveKVParameters(Parameters):
     """Keep the entries with the largest attention of any last query, weighted by value norm; heads share a budget."""

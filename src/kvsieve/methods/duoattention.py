@@ -177,14 +177,7 @@ def _compensated(ctx: LayerContext, scores: Tensor, mask: Tensor, selection: Sel
     return replace(selection, **written, log_weight=total.log().where(at, entries_at(before, selection.indices)))
 
 
-@register_method(
-    "duoattention",
-    title="DuoAttention",
-    paper="arXiv 2410.10819",
-    phase="end of prompt",
-    query_aware=False,
-    part="heads",
-)
+@register_method("duoattention", title="DuoAttention", paper="arXiv 2410.10819", phase="end of prompt", part="heads")
 def duoattention(
     budget: Budget | str | int | float = "50%",
     profile: Profile | str | os.PathLike[str] | None = None,

@@ -85,12 +85,7 @@ class DynamicKV(Cascade, heads="all", query_aware=True):
 
 
 @register_method(
-    "dynamickv",
-    title="DynamicKV",
-    paper="arXiv 2412.14838",
-    phase="end of prompt",
-    query_aware=True,
-    derive=defaults.pooling,
+    "dynamickv", title="DynamicKV", paper="arXiv 2412.14838", phase="end of prompt", derive=defaults.pooling
 )
 @dataclass(frozen=True, kw_only=True)
 class DynamicKVParameters(Parameters):

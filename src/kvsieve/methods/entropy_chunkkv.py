@@ -72,9 +72,7 @@ def _median(values: Tensor, chunks: Chunks) -> Tensor:
     return ordered.gather(1, ((filled.sum(-1, keepdim=True) - 1) // 2).clamp_min(0))
 
 
-@register_method(
-    "entropychunkkv", title="EntropyGatedChunkKV", paper="NVIDIA/kvpress", phase="end of prompt", query_aware=True
-)
+@register_method("entropychunkkv", title="EntropyGatedChunkKV", paper="NVIDIA/kvpress", phase="end of prompt")
 def entropychunkkv(
     budget: Budget | str | int | float = "20%",
     base: str = "snapkv",

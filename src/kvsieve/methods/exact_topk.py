@@ -25,7 +25,6 @@ from kvsieve.types import AttentionQueries
     title="Exact top-k",
     paper="arXiv 2502.14051",
     phase="decode",
-    query_aware=True,
     summary="Read the entries with the highest logits, computed over all entries: the oracle of sparse decoding.",
     budget=256,
 )

@@ -120,7 +120,6 @@ class FutureQueries(ScoredEvictor, needs=("rotary",)):
     title="Expected Attention",
     paper="arXiv 2510.00636",
     phase="end of prompt",
-    query_aware=False,
     summary="Keep the entries that later queries are expected to attend to, judged by the prompt's queries.",
     budget="20%",
 )

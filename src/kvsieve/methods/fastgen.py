@@ -37,7 +37,6 @@ _FULL = 4
     title="FastGen",
     paper="arXiv 2310.01801",
     phase="end of prompt",
-    query_aware=True,
     summary="Give each head the cheapest of five policies that recovers most of its attention.",
     budget="30%",
 )

@@ -103,12 +103,7 @@ def best_offered(ctx: LayerContext, saliency: Tensor, counts: tuple[int, ...]) -
 
 
 @register_method(
-    "fastkv",
-    title="FastKV",
-    paper="arXiv 2502.01068",
-    phase="prefill, end of prompt",
-    query_aware=True,
-    derive=defaults.fastkv,
+    "fastkv", title="FastKV", paper="arXiv 2502.01068", phase="prefill, end of prompt", derive=defaults.fastkv
 )
 def fastkv(
     budget: Budget | str | int | float = "10%",

@@ -80,14 +80,7 @@ class Finch(ChunkedEvictor, needs=("rotary",), heads="own", takes_quotas=True, q
         return select_top(*apply_protection(ctx, hide_padding(ctx, scores), counts))
 
 
-@register_method(
-    "finch",
-    title="Finch",
-    paper="arXiv 2408.00167",
-    phase="prefill",
-    query_aware=True,
-    example={"question_tokens": 32},
-)
+@register_method("finch", title="Finch", paper="arXiv 2408.00167", phase="prefill", example={"question_tokens": 32})
 def finch(
     budget: Budget | str | int | float = "25%", question_tokens: int | None = None, chunk_length: int = 1024
 ) -> Plan:

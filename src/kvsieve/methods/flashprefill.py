@@ -28,7 +28,6 @@ _PART_ELSEWHERE = 32
     title="FlashPrefill",
     paper="arXiv 2603.06199",
     phase="prefill",
-    query_aware=True,
     summary="Prefill attends to the blocks with an estimated weight near the largest.",
 )
 @dataclass(frozen=True, kw_only=True)

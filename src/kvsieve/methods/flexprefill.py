@@ -24,7 +24,6 @@ from kvsieve.planning.registry import register_method
     title="FlexPrefill",
     paper="arXiv 2502.20766",
     phase="prefill",
-    query_aware=True,
     summary="Prefill attends, per head, to estimated blocks or along lines, up to a share of the weight.",
 )
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,6 @@ from kvsieve.planning.registry import register_method
     title="fp8",
     paper="arXiv 2209.05433",
     phase="storage",
-    query_aware=False,
     summary="Quantize to 8-bit floats with a scale per head and block.",
 )
 @dataclass(frozen=True, kw_only=True)

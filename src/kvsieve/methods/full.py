@@ -6,7 +6,7 @@ from kvsieve.planning.plans import Plan
 from kvsieve.planning.registry import register_method
 
 
-@register_method("full", title="Full KV", paper="the model itself", phase="never", query_aware=False)
+@register_method("full", title="Full KV", paper="the model itself", phase="never")
 def full() -> Plan:
     """Keep all KV entries: an empty plan."""
     return Plan()

@@ -34,7 +34,6 @@ from kvsieve.types import LayerContext, Selection
     title="GemFilter",
     paper="arXiv 2409.17422",
     phase="prefill",
-    query_aware=True,
     derive=defaults.gemfilter,
     summary="Prefill again with only the tokens that an early layer's last query attends to.",
     budget=1024,

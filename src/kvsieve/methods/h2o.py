@@ -104,7 +104,6 @@ def _index_of(name: str) -> str:
     title="H2O",
     paper="arXiv 2306.14048",
     phase="end of prompt, decode",
-    query_aware=True,
     summary="Keep recent entries and the entries with the most attention so far.",
     budget="20%",
 )

@@ -67,9 +67,7 @@ class HeadKV(HeadAllocator, heads="own", ragged=True, query_aware=False):
         return [[sure + next(shares) for _ in self.heads[layer]] for layer in layers]
 
 
-@register_method(
-    "headkv", title="HeadKV", paper="arXiv 2410.19258", phase="end of prompt", query_aware=True, part="heads"
-)
+@register_method("headkv", title="HeadKV", paper="arXiv 2410.19258", phase="end of prompt", part="heads")
 @dataclass(frozen=True, kw_only=True)
 class HeadKVParameters(Parameters):
     """SnapKV with one budget for the heads of all layers, shared by their retrieval scores; needs a model's profile."""

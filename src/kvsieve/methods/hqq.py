@@ -30,7 +30,6 @@ _GROWTH = 1.01
     title="HQQ",
     paper="mobiusml.github.io/hqq_blog",
     phase="storage",
-    query_aware=False,
     summary="Quantize like kivi, with the zero points of least error; outliers count little.",
 )
 @dataclass(frozen=True, kw_only=True)

@@ -90,7 +90,7 @@ class HSA(BudgetReader, PagedReader, static_shapes=True):
         return Choice(entries, metadata_bytes=metadata_bytes)
 
 
-@register_method("hsa", title="HSA", paper="arXiv 2502.14051", phase="decode", query_aware=True)
+@register_method("hsa", title="HSA", paper="arXiv 2502.14051", phase="decode")
 def hsa(budget: Budget | str | int | float = 512) -> Plan:
     """Read entries ranked by page bounds in the query's largest channels: RocketKV's second stage alone."""
     return Plan(read=HSA(budget=Budget.parse(budget)))

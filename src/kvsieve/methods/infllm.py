@@ -46,7 +46,6 @@ class BlockSetting(Setting):
     title="InfLLM",
     paper="arXiv 2402.04617",
     phase="decode",
-    query_aware=True,
     summary="Read blocks by the keys in them that later queries attended to most; evict nothing.",
     budget=1024,
 )

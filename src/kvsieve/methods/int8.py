@@ -23,7 +23,6 @@ _LEVELS = tuple(float(level) for level in range(-127, 128))
     title="int8",
     paper="arXiv 2208.07339",
     phase="storage",
-    query_aware=False,
     summary="Quantize to 8-bit integers with a scale per token.",
 )
 @dataclass(frozen=True, kw_only=True)

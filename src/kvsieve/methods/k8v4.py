@@ -30,7 +30,6 @@ from kvsieve.planning.registry import register_method
     title="K8V4",
     paper="arXiv 2502.04420",
     phase="storage",
-    query_aware=False,
     summary="Quantize keys per channel, to more bits than values.",
 )
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,6 @@ from kvsieve.types import AttentionQueries
     title="Kascade",
     paper="arXiv 2512.16391",
     phase="decode",
-    query_aware=True,
     summary="Choose the entries with the most attention in few anchor layers; layers between reuse them.",
     budget="10%",
     derive=lambda model, digits: {},

@@ -29,7 +29,6 @@ from kvsieve.types import LayerContext, When
     title="KeyDiff",
     paper="arXiv 2504.15364",
     phase="end of prompt",
-    query_aware=False,
     summary="Keep the keys least similar to the mean key; uses no queries. `chunks` evicts during prefill, too.",
     budget="20%",
 )

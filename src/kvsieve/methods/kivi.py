@@ -23,7 +23,6 @@ from kvsieve.planning.registry import register_method
     title="KIVI",
     paper="arXiv 2402.02750",
     phase="storage",
-    query_aware=False,
     summary="Quantize keys per channel and values per token.",
 )
 @dataclass(frozen=True, kw_only=True)

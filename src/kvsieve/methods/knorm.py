@@ -23,7 +23,6 @@ from kvsieve.types import LayerContext
     title="K-norm",
     paper="arXiv 2406.11430",
     phase="end of prompt",
-    query_aware=False,
     summary="Keep the entries with the smallest key norms; uses no queries.",
     budget="20%",
 )

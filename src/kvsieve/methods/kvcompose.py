@@ -35,7 +35,6 @@ _STATE = "kvcompose"
     title="KVCompose",
     paper="arXiv 2509.05165",
     phase="end of prompt",
-    query_aware=False,
     summary="Keep each head's entries that a second reading of the context attends to; layers share one budget.",
     budget="30%",
 )

@@ -101,7 +101,7 @@ def evenly(place: Tensor, number: Tensor, picks: Tensor) -> Tensor:
     return torch.where(picks >= number, place < number, on.where(picks > 1, (place == 0) & (picks == 1)))
 
 
-@register_method("kvcrush", title="KVCrush", paper="arXiv 2503.00022", phase="end of prompt", query_aware=True)
+@register_method("kvcrush", title="KVCrush", paper="arXiv 2503.00022", phase="end of prompt")
 def kvcrush(
     budget: Budget | str | int | float = "20%",
     base: str = "snapkv",

@@ -128,7 +128,7 @@ class KVMerger(Merged, heads="own", query_aware=False):
         return Merge(averaged((keys, others), weights, place), averaged(parted.values(ctx), weights, place))
 
 
-@register_method("kvmerger", title="KVMerger", paper="arXiv 2407.08454", phase="end of prompt", query_aware=True)
+@register_method("kvmerger", title="KVMerger", paper="arXiv 2407.08454", phase="end of prompt")
 @dataclass(frozen=True, kw_only=True)
 class KVMergerParameters(Parameters):
     """Merge runs of consecutive similar entries into the one with the most attention."""

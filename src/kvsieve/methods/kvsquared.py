@@ -30,7 +30,6 @@ from kvsieve.types import LayerContext
     title="KV-Squared",
     paper="NVIDIA/kvpress",
     phase="end of prompt",
-    query_aware=False,
     summary="KVzip that feeds only the tokens with unusual keys again; for any question.",
     budget="30%",
 )

@@ -34,7 +34,6 @@ _LEAD = 8
     title="KVzip",
     paper="arXiv 2505.23416",
     phase="end of prompt",
-    query_aware=False,
     summary="Keep the entries the model needs to repeat its context, for any question.",
     budget="30%",
 )

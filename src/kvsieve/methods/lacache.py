@@ -33,7 +33,6 @@ from kvsieve.types import LayerContext
     title="LaCache",
     paper="arXiv 2507.14204",
     phase="end of prompt, decode",
-    query_aware=False,
     summary="Keep sinks, recent entries and a ladder: positions that shift from layer to layer, older text sparser.",
     budget="50%",
 )

@@ -47,7 +47,6 @@ Variant = Literal["lag", "local", "l2"]
     title="LagKV",
     paper="arXiv 2504.04704",
     phase="end of prompt, decode",
-    query_aware=False,
     summary="Keep the entries that deviate most from the range of the next ones; uses no queries.",
     budget="25%",
 )

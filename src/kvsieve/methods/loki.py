@@ -40,7 +40,6 @@ class LokiSetting(Setting):
     title="Loki",
     paper="arXiv 2406.02542",
     phase="decode",
-    query_aware=True,
     summary="Read the entries with the highest logits, estimated in the keys' principal components.",
     budget=512,
 )

@@ -118,12 +118,7 @@ class Lookahead(SnapKV, ProbingEvictor, heads="own", query_aware=True):
 
 
 @register_method(
-    "lookahead",
-    title="Lookahead Q-Cache",
-    paper="arXiv 2505.20334",
-    phase="end of prompt",
-    query_aware=True,
-    derive=defaults.pooling,
+    "lookahead", title="Lookahead Q-Cache", paper="arXiv 2505.20334", phase="end of prompt", derive=defaults.pooling
 )
 @dataclass(frozen=True, kw_only=True)
 class LookaheadParameters(Parameters):

@@ -107,9 +107,7 @@ def _at(shares: Sequence[float], budget: float) -> float:
     return points[before] + (place - before) * (points[before + 1] - points[before])
 
 
-@register_method(
-    "lukv", title="LU-KV", paper="arXiv 2602.08585", phase="end of prompt", query_aware=False, part="head_budgets"
-)
+@register_method("lukv", title="LU-KV", paper="arXiv 2602.08585", phase="end of prompt", part="head_budgets")
 def lukv(
     budget: Budget | str | int | float = "20%",
     profile: Profile | str | os.PathLike[str] | None = None,

@@ -192,7 +192,7 @@ def merged_by_name(owner: str, evictor: Evictor | None, rule: str) -> Merged:
 PROVIDED["merge"] = merged_by_name
 
 
-@register_method("merge", title="Merging", paper="none", phase="end of prompt", query_aware=True)
+@register_method("merge", title="Merging", paper="none", phase="end of prompt")
 def merge(
     budget: Budget | str | int | float = "20%",
     base: str = "snapkv",

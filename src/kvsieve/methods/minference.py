@@ -23,7 +23,6 @@ from kvsieve.planning.registry import register_method
     title="MInference",
     paper="arXiv 2407.02490",
     phase="prefill",
-    query_aware=True,
     summary="Prefill attends along vertical and slash lines, found from the last queries.",
 )
 @dataclass(frozen=True, kw_only=True)

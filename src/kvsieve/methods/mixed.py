@@ -29,7 +29,6 @@ from kvsieve.planning.registry import register_method
     title="MiKV, ZipCache",
     paper="arXiv 2402.18096, 2405.14256",
     phase="end of prompt",
-    query_aware=True,
     derive=defaults.pooling,
 )
 def mixed(

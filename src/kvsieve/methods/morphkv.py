@@ -28,7 +28,6 @@ from kvsieve.types import AttentionQueries, LayerContext
     title="MorphKV",
     paper="arXiv 2503.00979",
     phase="end of prompt, decode",
-    query_aware=True,
     summary="Keep recent entries and the older ones that their queries attend to, after every token.",
     budget="20%",
 )

@@ -32,7 +32,6 @@ from kvsieve.types import LayerContext
     title="OBCache",
     paper="arXiv 2510.07651",
     phase="end of prompt",
-    query_aware=True,
     derive=defaults.pooling,
     summary="Keep the entries without which the last queries' attention outputs would change most.",
     budget="20%",

@@ -34,7 +34,6 @@ FILTERS, LAYERS = (2, 8, 18), 32
     title="OmniKV",
     paper="openreview ulCAPXYXfa",
     phase="decode",
-    query_aware=True,
     summary="Choose tokens in few filter layers, by the attention of any head; all heads of later layers read them.",
     budget="6.7%",
     derive=lambda model, digits: {"share": "/".join(str(filter_at(layer, model.layers)) for layer in FILTERS)},

@@ -28,7 +28,6 @@ _PLACES = 1 << 16
     title="KVQuant, GEAR",
     paper="arXiv 2401.18079, 2403.05527",
     phase="storage",
-    query_aware=False,
     summary="Quantize like kivi, and store outliers separately.",
 )
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ class PerTurn(DelegatingEvictor, heads="own", is_view=True, query_aware=False):
         return chosen
 
 
-@register_method("perturn", title="Per-turn view", paper="", phase="end of prompt", query_aware=True)
+@register_method("perturn", title="Per-turn view", paper="", phase="end of prompt")
 def perturn(
     budget: Budget | str | int | float = "10%",
     base: str = "snapkv",

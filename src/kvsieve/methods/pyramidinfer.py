@@ -168,7 +168,6 @@ def _tail_mass(ctx: LayerContext, weights: Tensor) -> Tensor:
     title="PyramidInfer",
     paper="arXiv 2405.12532",
     phase="prefill, end of prompt",
-    query_aware=True,
     derive=defaults.pooling,
 )
 @dataclass(frozen=True, kw_only=True)

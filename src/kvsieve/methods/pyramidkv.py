@@ -55,12 +55,7 @@ def pyramid_shares(length: int, count: int, floor: int, spare: int, layers: int,
 
 
 @register_method(
-    "pyramidkv",
-    title="PyramidKV",
-    paper="arXiv 2406.02069",
-    phase="end of prompt",
-    query_aware=True,
-    derive=defaults.pooling,
+    "pyramidkv", title="PyramidKV", paper="arXiv 2406.02069", phase="end of prompt", derive=defaults.pooling
 )
 @dataclass(frozen=True, kw_only=True)
 class PyramidKVParameters(Parameters):

@@ -69,14 +69,7 @@ class QFilters(ScoredEvictor, heads="own", query_aware=False):
         return scores.masked_fill(last_real(ctx, self.recent), float("inf")) if self.recent else scores
 
 
-@register_method(
-    "qfilters",
-    title="Q-Filters",
-    paper="arXiv 2503.02812",
-    phase="end of prompt",
-    query_aware=False,
-    part="q_filters",
-)
+@register_method("qfilters", title="Q-Filters", paper="arXiv 2503.02812", phase="end of prompt", part="q_filters")
 def qfilters(
     budget: Budget | str | int | float = "20%",
     profile: Profile | str | os.PathLike[str] | None = None,

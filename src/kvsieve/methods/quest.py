@@ -39,7 +39,6 @@ from kvsieve.types import AttentionQueries
     title="Quest",
     paper="arXiv 2406.10774",
     phase="decode",
-    query_aware=True,
     summary="Read the pages of entries with the highest bounds on attention; evict nothing.",
     budget=512,
 )

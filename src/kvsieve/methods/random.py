@@ -28,7 +28,6 @@ from kvsieve.types import LayerContext
     title="Random Attention",
     paper="arXiv 2609.03430",
     phase="end of prompt, decode",
-    query_aware=False,
     summary="Keep recent entries and a random sample of the others, drawn per head: the baseline for long answers.",
     budget="20%",
 )

@@ -120,7 +120,7 @@ class Rerotation(ChunkedEvictor, needs=("rotary",), heads="own", query_aware=Fal
         )
 
 
-@register_method("rerotation", title="Key re-rotation", paper="", phase="prefill", query_aware=True)
+@register_method("rerotation", title="Key re-rotation", paper="", phase="prefill")
 def rerotation(
     budget: Budget | str | int | float = "20%",
     base: str = "snapkv",

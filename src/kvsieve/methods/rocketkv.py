@@ -60,7 +60,7 @@ class RocketEviction(GroupedSnapKV, heads="own", query_aware=True, fixed_counts=
         return max(stored_entries(length, new_tokens, tokens) - new_tokens, self.minimum, self.budget.floor)
 
 
-@register_method("rocketkv", title="RocketKV", paper="arXiv 2502.14051", phase="decode", query_aware=True)
+@register_method("rocketkv", title="RocketKV", paper="arXiv 2502.14051", phase="decode")
 @dataclass(frozen=True, kw_only=True)
 class RocketKVParameters(Parameters):
     """Evict by SnapKV with wide pooling, then read few of the entries left per token; `budget` covers both."""
@@ -77,7 +77,7 @@ class RocketKVParameters(Parameters):
         return Plan(evict=self.role(RocketEviction), read=self.role(HSA, after_eviction=True))
 
 
-@register_method("rocketkv-mt", title="RocketKV-MT", paper="arXiv 2502.14051", phase="decode", query_aware=True)
+@register_method("rocketkv-mt", title="RocketKV-MT", paper="arXiv 2502.14051", phase="decode")
 @dataclass(frozen=True, kw_only=True)
 class RocketKVMTParameters(RocketKVParameters):
     """RocketKV for conversations: evict nothing; each turn's first stage limits the entries it may read."""

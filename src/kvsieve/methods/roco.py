@@ -29,7 +29,6 @@ _NAMES = ("mass", "squares", "queries")
     title="RoCo",
     paper="arXiv 2402.06262",
     phase="end of prompt, decode",
-    query_aware=True,
     summary="Evict the entries with the least mean attention among those where it varies least.",
     budget="20%",
 )

@@ -38,7 +38,6 @@ from kvsieve.planning.registry import register_method
     title="QuaRot, TurboQuant",
     paper="arXiv 2404.00456, 2504.19874",
     phase="storage",
-    query_aware=False,
     summary="Rotate at random, then quantize to the best levels for normally distributed numbers.",
 )
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,6 @@ from kvsieve.types import LayerContext, Selection
     title="SAGE-KV",
     paper="arXiv 2503.08879",
     phase="end of prompt",
-    query_aware=True,
     summary="Keep sinks, recent tokens and those the last token attends to; `every` rolls the window while decoding.",
     budget="20%",
 )

@@ -64,14 +64,7 @@ class PerLayer(LayerAllocator, heads="own", query_aware=False):
         return allocate(weights, count * len(layers), [floor] * len(layers), [max(length, count)] * len(layers))
 
 
-@register_method(
-    "per-layer",
-    title="Budgets per layer",
-    paper="none",
-    phase="end of prompt",
-    query_aware=True,
-    example={"shares": "1"},
-)
+@register_method("per-layer", title="Budgets per layer", paper="none", phase="end of prompt", example={"shares": "1"})
 def per_layer(
     shares: tuple[float, ...] | str,
     budget: Budget | str | int | float = "20%",

@@ -106,7 +106,7 @@ class Scope(DelegatingEvictor, heads="own", query_aware=True):
         return False
 
 
-@register_method("scope", title="SCOPE", paper="arXiv 2412.13649", phase="end of prompt, decode", query_aware=True)
+@register_method("scope", title="SCOPE", paper="arXiv 2412.13649", phase="end of prompt, decode")
 def scope(
     budget: Budget | str | int | float = "20%",
     base: str = "snapkv",

@@ -29,7 +29,6 @@ from kvsieve.types import LayerContext, Selection
     title="SimLayerKV",
     paper="arXiv 2410.13846",
     phase="end of prompt",
-    query_aware=True,
     summary="Keep sinks and recent tokens in layers whose last queries attend to little else, and all in the others.",
     budget=1028,
 )

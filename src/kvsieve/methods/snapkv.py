@@ -29,7 +29,6 @@ from kvsieve.types import LayerContext
     title="SnapKV",
     paper="arXiv 2404.14469",
     phase="end of prompt",
-    query_aware=True,
     derive=defaults.pooling,
     summary="Keep the entries that the end of the prompt attends to.",
     budget="20%",

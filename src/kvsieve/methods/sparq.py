@@ -33,7 +33,6 @@ from kvsieve.types import AttentionQueries
     title="SparQ",
     paper="arXiv 2312.04985",
     phase="decode",
-    query_aware=True,
     summary="Read the entries with the highest attention, estimated from few channels; add the mean of all values.",
     budget=512,
 )

@@ -124,7 +124,6 @@ class SpecPrefill(DraftPropagator, heads="all", query_aware=True):
     title="SpecPrefill",
     paper="arXiv 2502.02789",
     phase="prefill, end of prompt",
-    query_aware=True,
     example={"draft": "demo"},
 )
 @dataclass(frozen=True, kw_only=True)

@@ -108,9 +108,7 @@ def _similarities(ctx: LayerContext) -> tuple[Tensor, Tensor]:
     return total, real.sum(1).to(dtype)
 
 
-@register_method(
-    "squeezeattention", title="SqueezeAttention", paper="arXiv 2404.04793", phase="end of prompt", query_aware=False
-)
+@register_method("squeezeattention", title="SqueezeAttention", paper="arXiv 2404.04793", phase="end of prompt")
 def squeezeattention(
     budget: Budget | str | int | float = "20%",
     base: str = "streamingllm",

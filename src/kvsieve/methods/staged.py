@@ -65,12 +65,7 @@ class StagedTSP(CrossLayerTSP, heads="all", query_aware=True):
 
 
 @register_method(
-    "staged",
-    title="Staged propagation",
-    paper="none",
-    phase="prefill, end of prompt",
-    query_aware=True,
-    derive=defaults.fastkv,
+    "staged", title="Staged propagation", paper="none", phase="prefill, end of prompt", derive=defaults.fastkv
 )
 @dataclass(frozen=True, kw_only=True)
 class StagedParameters(Parameters):

@@ -21,7 +21,6 @@ from kvsieve.types import LayerContext
     title="StreamingLLM",
     paper="arXiv 2309.17453",
     phase="end of prompt",
-    query_aware=False,
     summary="Keep attention sinks and the most recent tokens; `every` rolls the window while decoding.",
     budget="20%",
 )

@@ -53,12 +53,7 @@ class Threshold(Wrapper, heads="own", ragged=True, query_aware=False):
 
 
 @register_method(
-    "threshold",
-    title="Threshold",
-    paper="arXiv 2506.05345",
-    phase="end of prompt",
-    query_aware=True,
-    example={"threshold": 0.0},
+    "threshold", title="Threshold", paper="arXiv 2506.05345", phase="end of prompt", example={"threshold": 0.0}
 )
 def threshold(
     threshold: float,

@@ -22,7 +22,6 @@ from kvsieve.types import LayerContext
     title="TOVA",
     paper="arXiv 2401.06104",
     phase="end of prompt, decode",
-    query_aware=True,
     summary="Keep the entries the newest token attends to, one set per layer, while decoding, too.",
     budget="20%",
 )

@@ -122,9 +122,7 @@ def _lengths(x: Tensor, bands: Tensor) -> Tensor:
     return (x.square() @ bands).sqrt()
 
 
-@register_method(
-    "triattention", title="TriAttention", paper="arXiv 2604.04921", phase="end of prompt, decode", query_aware=False
-)
+@register_method("triattention", title="TriAttention", paper="arXiv 2604.04921", phase="end of prompt, decode")
 def triattention(
     budget: Budget | str | int | float = "20%",
     profile: Profile | str | os.PathLike[str] | None = None,

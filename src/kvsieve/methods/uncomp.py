@@ -173,9 +173,7 @@ def _layers(stages: tuple[int, ...] | str) -> tuple[int, ...]:
     return tuple(parts)
 
 
-@register_method(
-    "uncomp", title="UNComp", paper="arXiv 2410.03090", phase="end of prompt", query_aware=True, part="entropies"
-)
+@register_method("uncomp", title="UNComp", paper="arXiv 2410.03090", phase="end of prompt", part="entropies")
 @dataclass(frozen=True, kw_only=True)
 class UNCompParameters(Parameters):
     """Give heads with a higher matrix entropy of queries larger budgets; choose as SnapKV; needs a model's profile."""

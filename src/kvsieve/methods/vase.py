@@ -35,7 +35,6 @@ _KERNEL = 5
     title="VaSE",
     paper="arXiv 2606.03928",
     phase="end of prompt, decode",
-    query_aware=True,
     summary="Keep recent entries and those with the largest values, and sample the others by their attention.",
     budget="20%",
 )

@@ -83,7 +83,7 @@ class WindowKV(LayerAllocator, heads="all", query_aware=False):
         return keep_best(self, ctx, self.layer_counts(ctx, counts))
 
 
-@register_method("windowkv", title="WindowKV", paper="arXiv 2503.17922", phase="end of prompt", query_aware=True)
+@register_method("windowkv", title="WindowKV", paper="arXiv 2503.17922", phase="end of prompt")
 def windowkv(
     budget: Budget | str | int | float = "20%",
     length: int = 8,

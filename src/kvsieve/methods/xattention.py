@@ -29,7 +29,6 @@ _PART = 16
     title="XAttention",
     paper="arXiv 2503.16428",
     phase="prefill",
-    query_aware=True,
     summary="Prefill attends to the blocks with the largest sums over antidiagonals.",
 )
 @dataclass(frozen=True, kw_only=True)

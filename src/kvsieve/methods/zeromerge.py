@@ -201,9 +201,7 @@ class ZeroMerge(Merged, heads="own", query_aware=False):
         return place.masked_fill(~same.any(-1), -1)
 
 
-@register_method(
-    "zeromerge", title="ZeroMerge", paper="arXiv 2503.10714", phase="end of prompt, decode", query_aware=True
-)
+@register_method("zeromerge", title="ZeroMerge", paper="arXiv 2503.10714", phase="end of prompt, decode")
 @dataclass(frozen=True, kw_only=True)
 class ZeroMergeParameters(Parameters):
     """Keep recent and attended entries, and merge all others into a few slots that count as many."""

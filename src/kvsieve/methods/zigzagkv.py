@@ -54,7 +54,7 @@ class ZigZagKV(Cascade, heads="all", query_aware=True):
         return ctx.ranks.mean(tokens_reaching(mass, self.target)).tolist()
 
 
-@register_method("zigzagkv", title="ZigZagKV", paper="arXiv 2412.09036", phase="end of prompt", query_aware=True)
+@register_method("zigzagkv", title="ZigZagKV", paper="arXiv 2412.09036", phase="end of prompt")
 def zigzagkv(
     budget: Budget | str | int | float = "20%",
     base: str = "snapkv",

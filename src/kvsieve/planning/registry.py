@@ -36,18 +36,18 @@ R = TypeVar("R", bound="Role")
 class MethodInfo:
     """A named method: the maker of its Plan, and its facts for tables.
 
-    phase: when it acts. query_aware: whether its choice depends on the end of the prompt. example: arguments that
-    `make` needs at least. derive: returns model-dependent parameters, from the Fingerprint and the tokenizer's digits
-    per token, below caller and profile. part: required array of a profile, such as "heads". kind: the
-    registered class, None for a function. parent: the method of the base class; `inherited` parameters, which the class
-    does not redeclare, are filled in as the parent's are.
+    phase: when it acts. declared: `query_aware` as declared, None for that of its roles. example: arguments that `make`
+    needs at least. derive: returns model-dependent parameters, from the Fingerprint and the tokenizer's digits per
+    token, below caller and profile. part: required array of a profile, such as "heads". kind: the registered class,
+    None for a function. parent: the method of the base class; `inherited` parameters, which the class does not
+    redeclare, are filled in as the parent's are.
     """
 
     name: str
     title: str
     paper: str
     phase: str
-    query_aware: bool
+    declared: bool | None
     make: Callable[..., Plan]
     summary: str
     example: Mapping[str, Any] = field(default_factory=dict)
@@ -101,6 +101,14 @@ class MethodInfo:
         """Storage of entries: "ragged" if KV heads may keep different numbers of them, else "uniform"."""
         evictor = self.make(**self.example).evict
         return "ragged" if evictor is not None and evictor.traits.ragged else "uniform"
+
+    @property
+    def query_aware(self) -> bool:
+        """True if its choice depends on the end of the prompt."""
+        if self.declared is not None:
+            return self.declared
+        plan = self.make(**self.example)
+        return plan.query_aware or plan.read is not None or plan.prefill is not None
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -159,7 +167,7 @@ def register_method(
     title: str,
     paper: str,
     phase: str,
-    query_aware: bool,
+    query_aware: bool | None = None,
     summary: str = "",
     budget: Budget | str | float | None = None,
     **rarely: Unpack[Rarely],
@@ -174,7 +182,8 @@ def register_method(
         title: name in the paper.
         paper: its source, e.g. "arXiv 2404.14469".
         phase: when it acts, e.g. "end of prompt".
-        query_aware: its choice depends on the end of the prompt.
+        query_aware: its choice depends on the end of the prompt. Default None: if an evictor or propagator does so, or
+            for readers and sparse prefill.
         summary: a line for tables. Default: the first line of the docstring.
         budget: default of the parameter `budget` if the class's field has none.
         rarely: `example`, `derive` and `part`; see MethodInfo.
