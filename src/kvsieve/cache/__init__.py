@@ -1,25 +1,14 @@
 """Storage of keys and values. Pure torch; the adapters for transformers are in kvsieve.hf.cache."""
 
-from kvsieve.cache.contract import LayerMemory, View
-from kvsieve.cache.fixed import FixedEntries
-from kvsieve.cache.keep import encode, keep, quantize_evicted
-from kvsieve.cache.latent import LatentStore
-from kvsieve.cache.packed import PackedStore
-from kvsieve.cache.ragged import RaggedStore
-from kvsieve.cache.row_groups import RowGroups, group_rows
-from kvsieve.cache.store import DenseStore
-
-__all__ = [
-    "DenseStore",
-    "FixedEntries",
-    "LatentStore",
-    "LayerMemory",
-    "PackedStore",
-    "RaggedStore",
-    "RowGroups",
-    "View",
-    "encode",
-    "group_rows",
-    "keep",
-    "quantize_evicted",
-]
+from kvsieve.cache.contract import LayerMemory as LayerMemory
+from kvsieve.cache.contract import View as View
+from kvsieve.cache.fixed import FixedEntries as FixedEntries
+from kvsieve.cache.keep import encode as encode
+from kvsieve.cache.keep import keep as keep
+from kvsieve.cache.keep import quantize_evicted as quantize_evicted
+from kvsieve.cache.latent import LatentStore as LatentStore
+from kvsieve.cache.packed import PackedStore as PackedStore
+from kvsieve.cache.ragged import RaggedStore as RaggedStore
+from kvsieve.cache.row_groups import RowGroups as RowGroups
+from kvsieve.cache.row_groups import group_rows as group_rows
+from kvsieve.cache.store import DenseStore as DenseStore

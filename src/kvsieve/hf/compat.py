@@ -14,24 +14,21 @@ from typing import Any
 import transformers
 from torch import Tensor
 from torch.nn import ModuleList
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-)
+from transformers import AttentionInterface as AttentionInterface
+from transformers import AttentionMaskInterface as AttentionMaskInterface
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.cache_utils import Cache as Cache
+from transformers.cache_utils import CacheLayerMixin as CacheLayerMixin
+from transformers.cache_utils import DynamicCache as DynamicCache
+from transformers.cache_utils import DynamicLayer as DynamicLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer as DynamicSlidingWindowLayer
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer as LinearAttentionAndFullAttentionLayer
 from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer as LinearAttentionAndSlidingWindowAttentionLayer,
 )
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.cache_utils import LinearAttentionLayer as LinearAttentionLayer
+from transformers.masking_utils import causal_mask_function as causal_mask_function
+from transformers.masking_utils import sdpa_mask as sdpa_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import TransformersKwargs
 from transformers.utils.deprecation import deprecate_kwarg
@@ -39,7 +36,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from kvsieve.errors import KvsieveError
 
 try:
-    from transformers.cache_utils import DummyLayer
+    from transformers.cache_utils import DummyLayer as DummyLayer
 except ImportError:
     # Older releases give layers without attention an empty layer of this class.
     DummyLayer = LinearAttentionLayer  # type: ignore[misc, assignment]
@@ -259,36 +256,3 @@ def _mask_parts(mask_function: Any) -> list[Any]:
     if either and sum(bool(group) for group in parts) > 1:
         return [mask_function]
     return [part for group in parts for part in group]
-
-
-__all__ = [
-    "AttentionInterface",
-    "AttentionMaskInterface",
-    "Cache",
-    "CacheLayerMixin",
-    "DummyLayer",
-    "DynamicCache",
-    "DynamicLayer",
-    "DynamicSlidingWindowLayer",
-    "LinearAttentionAndFullAttentionLayer",
-    "LinearAttentionAndSlidingWindowAttentionLayer",
-    "LinearAttentionLayer",
-    "attention_of",
-    "causal_mask_function",
-    "check_version",
-    "decoder_of",
-    "device_mesh",
-    "forget_positions",
-    "generate_arguments",
-    "is_compiled",
-    "is_plain_mask",
-    "layers_of",
-    "logits_processors",
-    "own_cache_class",
-    "plain_cache_layers",
-    "prepared_config",
-    "sdpa_mask",
-    "tensor_parallel_mesh",
-    "text_config",
-    "why_unknown_cache",
-]
