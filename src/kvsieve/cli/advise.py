@@ -44,15 +44,7 @@ from kvsieve.cli.output import (
     say,
     show,
 )
-from kvsieve.cli.specs import (
-    PARTS,
-    CodecsOption,
-    PrefillsOption,
-    RestsOption,
-    method_specs,
-    parse_parts,
-    spec,
-)
+from kvsieve.cli.specs import PARTS, CodecsOption, PrefillsOption, RestsOption, method_specs, parse_parts, spec
 from kvsieve.lab.advise.choose import PlanLimits
 from kvsieve.lab.advise.material import built_in, from_file
 from kvsieve.lab.advise.options import BUDGETS, AdviceOptions

@@ -22,16 +22,7 @@ from kvsieve.cli.loading import (
     check_model_name,
     load_model,
 )
-from kvsieve.cli.options import (
-    METHOD,
-    MODEL,
-    OUTPUT,
-    PROMPT,
-    ChunkOption,
-    MaxNewTokensOption,
-    SystemOption,
-    option,
-)
+from kvsieve.cli.options import METHOD, MODEL, OUTPUT, PROMPT, ChunkOption, MaxNewTokensOption, SystemOption, option
 from kvsieve.cli.output import JsonOption, check_writable, emit_json, prefill_progress, print_table, saved, say, show
 from kvsieve.cli.prompts import check_system, read_text
 from kvsieve.cli.run_tables import as_full

@@ -37,14 +37,7 @@ from kvsieve.cli.options import (
 from kvsieve.cli.output import JsonOption, check_folder, emit_json, progress_bar, show
 from kvsieve.cli.report import aggregated, print_means
 from kvsieve.cli.served import ExtraOption, ServerOption, check_options, eval_server, print_scores
-from kvsieve.cli.specs import (
-    CodecsOption,
-    PrefillsOption,
-    RestsOption,
-    ask_back,
-    method_specs,
-    parse_parts,
-)
+from kvsieve.cli.specs import CodecsOption, PrefillsOption, RestsOption, ask_back, method_specs, parse_parts
 from kvsieve.errors import InputError
 from kvsieve.lab.eval.cells import on_model, settings
 from kvsieve.lab.eval.grid import Grid

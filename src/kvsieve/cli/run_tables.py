@@ -8,7 +8,7 @@ from typing import Any
 from kvsieve.cli.joined import print_joins
 from kvsieve.cli.output import NARROW, WIDE, print_table, show
 from kvsieve.planning.registry import method_info
-from kvsieve.report.display import span
+from kvsieve.report.display import mebibytes, span
 
 # Columns of `row` in a table 80 characters wide, besides the method; the last needs full KV.
 COLUMNS = ("KV kept", "KV MiB", "TTFT s", "TPOT ms", "as full")
@@ -107,7 +107,7 @@ def row(result: dict[str, Any], full: dict[str, Any] | None, first: str = "TTFT 
         "deep tokens": str(stats.deep_tokens),
         "KV budget": "all" if stats.kv_asked is None else str(stats.kv_asked),
         "KV kept": span(stats.kv_entries),
-        "KV MiB": _mebibytes(stats.kv_bytes),
+        "KV MiB": mebibytes(stats.kv_bytes, unit=""),
         first: f"{stats.ttft_s:.2f}",
         "TPOT ms": "-" if stats.tpot_s is None else f"{1000 * stats.tpot_s:.1f}",
         "peak MiB": "-" if stats.peak_bytes is None else f"{stats.peak_bytes / 2**20:.0f}",
@@ -116,8 +116,3 @@ def row(result: dict[str, Any], full: dict[str, Any] | None, first: str = "TTFT 
     if full is not None:
         cells["as full"] = "-" if result is full else as_full(result["differs_at"])
     return cells
-
-
-def _mebibytes(count: int) -> str:
-    value = count / 2**20
-    return f"{value:.1f}" if value >= 0.1 else f"{value:.3f}"

@@ -11,10 +11,10 @@ from typing import Any
 _LONGEST = 40
 
 
-def mebibytes(count: int) -> str:
+def mebibytes(count: int, unit: str = " MiB") -> str:
     """Write bytes as ``11.1 MiB``."""
     value = count / 2**20
-    return f"{value:.1f} MiB" if value >= 0.1 else f"{value:.3f} MiB"
+    return f"{value:.1f}{unit}" if value >= 0.1 else f"{value:.3f}{unit}"
 
 
 def bytes_text(count: float) -> str:

@@ -23,23 +23,10 @@ from kvsieve.serve.documents import checked_documents, split_prompt, with_docume
 from kvsieve.serve.grammars import Grammars
 from kvsieve.serve.images import ImageFile, ImageReader
 from kvsieve.serve.limits import ServerLimits
-from kvsieve.serve.messages import (
-    all_texts,
-    forced_tools,
-    parted,
-    template_message,
-    template_options,
-    template_tool,
-)
+from kvsieve.serve.messages import all_texts, forced_tools, parted, template_message, template_options, template_tool
 from kvsieve.serve.parsers.form import AnswerForm
 from kvsieve.serve.parsers.found import forms_of
-from kvsieve.serve.schema import (
-    ChatRequest,
-    CommonRequest,
-    CompletionRequest,
-    NamedTool,
-    TokenizeRequest,
-)
+from kvsieve.serve.schema import ChatRequest, CommonRequest, CompletionRequest, NamedTool, TokenizeRequest
 from kvsieve.serve.ticket import Order, PromptImages
 
 # Temperatures below which only the likeliest token has a probability above 0, and logits overflow float32.

@@ -14,13 +14,7 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.latent import LatentLayer
 from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.cache.states import CacheLayer
-from kvsieve.hf.compat import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    causal_mask_function,
-    is_plain_mask,
-    sdpa_mask,
-)
+from kvsieve.hf.compat import AttentionInterface, AttentionMaskInterface, causal_mask_function, is_plain_mask, sdpa_mask
 from kvsieve.hf.forward.latent import ask_latents
 from kvsieve.hf.forward.passes import current
 from kvsieve.hf.forward.pieces import attend_by_chunk

@@ -20,17 +20,7 @@ from kvsieve.cache.parts import from_parts
 from kvsieve.errors import CacheFileError, CacheStateError, InputError, KvsieveError, short
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.records import Conversation, Turn
-from kvsieve.hf.persist.cache_file import (
-    FORMAT,
-    MARK,
-    changed,
-    copied,
-    digest,
-    header_digest,
-    opened,
-    replacing,
-    write,
-)
+from kvsieve.hf.persist.cache_file import FORMAT, MARK, changed, copied, digest, header_digest, opened, replacing, write
 from kvsieve.hf.persist.identity import as_json, check_model, check_plan, model_identity, vocabulary_hash
 from kvsieve.hf.persist.packing import Packer, packed_layer, unpacked
 from kvsieve.hf.runtime import AttachedModel

@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvsieve.lab.eval.aggregate import Cell, CostCell, budgets_of
 from kvsieve.report.labels import FULL, budget_order, distinct
-from kvsieve.report.plot_style import (
-    Look,
-    add_legend,
-    budget_places,
-    legend_height,
-    new_figure,
-    set_budget_axis,
-    wrap,
-)
+from kvsieve.report.plot_style import Look, add_legend, budget_places, legend_height, new_figure, set_budget_axis, wrap
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
