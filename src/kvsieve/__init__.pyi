@@ -1,6 +1,6 @@
 """Types of kvsieve's public names, made by `python tests/support/stubs.py`; do not edit."""
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from kvsieve import methods as methods
 from kvsieve import models as models
@@ -22,14 +22,32 @@ from kvsieve.planning.roles import Codec, SparsePrefill
 __version__: str
 __all__: list[str]
 
+class _Parts(TypedDict, total=False):
+    codec: Codec | str | None
+    rest: Codec | str | None
+    prefill: SparsePrefill | str | None
+    merge: str | None
+
+class _Acts(_Parts, total=False):
+    skip_layers: int | tuple[int, ...] | str
+    floor: int
+
+class _Evicts(_Acts, total=False):
+    every: int | None
+
+class _Ranks(_Evicts, total=False):
+    answer: Budget | str | float | None
+    grows: bool
+
+class _Reads(_Acts, total=False):
+    newest: bool
+    sparse_questions: bool
+    share: int | tuple[int, ...]
+
 @overload
 def plan(
     method: Literal["full"],
-    *,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Parts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -42,10 +60,7 @@ def plan(
     local: int = ...,
     full: int = ...,
     skip_layers: int | tuple[int, ...] = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Parts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -60,15 +75,9 @@ def plan(
     window: int = ...,
     kernel: Any = ...,
     pooling: Literal["avg", "max"] = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    every: int | None = ...,
-    floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Evicts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -84,17 +93,9 @@ def plan(
     full_before: bool = ...,
     two_pass: bool = ...,
     rule: Literal["asl", "gemfilter"] = ...,
-    skip_layers: Any = ...,
-    every: int | None = ...,
-    answer: Any = ...,
-    grows: Any = ...,
-    floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -108,12 +109,7 @@ def plan(
     on_policy: bool = ...,
     queries: int = ...,
     ridge: float = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Acts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -126,15 +122,9 @@ def plan(
     window: int = ...,
     kernel: Any = ...,
     pooling: Literal["avg", "max"] = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    every: int | None = ...,
-    floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Evicts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -144,14 +134,8 @@ def plan(
     base: str = ...,
     span: int = ...,
     seed: int = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    every: int | None = ...,
-    floor: int = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Evicts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -161,17 +145,9 @@ def plan(
     sinks: int = ...,
     n_future: int = ...,
     tau: float = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    every: int | None = ...,
-    answer: Budget | str | int | float | None = ...,
-    grows: bool = ...,
-    floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -181,14 +157,8 @@ def plan(
     base: str = ...,
     chunk_length: int = ...,
     share: int = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    every: int | None = ...,
-    floor: int = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Evicts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -201,17 +171,9 @@ def plan(
     window: int = ...,
     kernel: Any = ...,
     pooling: Literal["avg", "max"] = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    every: int | None = ...,
-    answer: Any = ...,
-    grows: Any = ...,
-    floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -223,16 +185,8 @@ def plan(
     chunk_length: int = ...,
     iterations: int = ...,
     per_query_head: bool = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    newest: bool = ...,
-    sparse_questions: bool = ...,
-    share: int | tuple[int, ...] = ...,
-    floor: int = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Reads],
 ) -> Plan: ...
 @overload
 def plan(
@@ -247,10 +201,7 @@ def plan(
     full: int = ...,
     skip_layers: int | tuple[int, ...] | str = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Parts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -263,15 +214,7 @@ def plan(
     chunk_length: int = ...,
     sinks: int = ...,
     recent: int = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    every: int | None = ...,
-    answer: Budget | str | int | float | None = ...,
-    grows: bool = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -283,15 +226,7 @@ def plan(
     window: int = ...,
     kernel: Any = ...,
     pooling: Literal["avg", "max"] = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    every: int | None = ...,
-    answer: Any = ...,
-    grows: Any = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -300,15 +235,7 @@ def plan(
     budget: Budget | str | float = ...,
     queries: int = ...,
     recent: int = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    every: int | None = ...,
-    answer: Budget | str | int | float | None = ...,
-    grows: bool = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -323,15 +250,9 @@ def plan(
     window: int = ...,
     kernel: Any = ...,
     pooling: Literal["avg", "max"] = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    every: int | None = ...,
-    floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Evicts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -339,14 +260,8 @@ def plan(
     *,
     budget: Budget | str | float = ...,
     base: str = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    every: int | None = ...,
-    floor: int = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Evicts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -361,10 +276,7 @@ def plan(
     critical: int = ...,
     fusion: float = ...,
     skip_layers: int | tuple[int, ...] = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Parts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -375,15 +287,7 @@ def plan(
     local: int = ...,
     projection: int = ...,
     sinks: int = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    every: int | None = ...,
-    answer: Budget | str | int | float | None = ...,
-    grows: bool = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -394,13 +298,7 @@ def plan(
     sinks: int = ...,
     alpha: float = ...,
     beta: float = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    every: int | None = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Evicts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -412,15 +310,9 @@ def plan(
     window: int = ...,
     kernel: Any = ...,
     pooling: Literal["avg", "max"] = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    every: int | None = ...,
-    floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Evicts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -431,15 +323,7 @@ def plan(
     sinks: int = ...,
     recent: int = ...,
     compensate: bool = ...,
-    skip_layers: Any = ...,
-    every: int | None = ...,
-    answer: Any = ...,
-    grows: Any = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -451,15 +335,9 @@ def plan(
     window: int = ...,
     kernel: Any = ...,
     pooling: Literal["avg", "max"] = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    every: int | None = ...,
-    floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Evicts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -470,14 +348,8 @@ def plan(
     chunk_length: int = ...,
     spiky_length: int = ...,
     share: int = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    every: int | None = ...,
-    floor: int = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Evicts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -485,16 +357,8 @@ def plan(
     *,
     budget: Budget | str | float = ...,
     per_group: bool = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    newest: bool = ...,
-    sparse_questions: bool = ...,
-    share: int | tuple[int, ...] = ...,
-    floor: int = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Reads],
 ) -> Plan: ...
 @overload
 def plan(
@@ -505,15 +369,7 @@ def plan(
     n_future: int = ...,
     use_covariance: bool = ...,
     use_vnorm: bool = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    every: int | None = ...,
-    answer: Budget | str | int | float | None = ...,
-    grows: bool = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -524,17 +380,9 @@ def plan(
     window: int = ...,
     special_ids: tuple[int, ...] | None = ...,
     punctuation_ids: tuple[int, ...] | None = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    every: int | None = ...,
-    answer: Budget | str | int | float | None = ...,
-    grows: bool = ...,
-    floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -546,17 +394,9 @@ def plan(
     window: int = ...,
     kernel: Any = ...,
     pooling: Literal["avg", "max"] = ...,
-    skip_layers: Any = ...,
-    every: int | None = ...,
-    answer: Any = ...,
-    grows: Any = ...,
-    floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -566,10 +406,7 @@ def plan(
     question_tokens: int | None = ...,
     chunk_length: int = ...,
     floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Parts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -583,10 +420,7 @@ def plan(
     full: int = ...,
     alpha: float = ...,
     skip_layers: int | tuple[int, ...] = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Parts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -601,10 +435,7 @@ def plan(
     gamma: float = ...,
     divergence: float = ...,
     skip_layers: int | tuple[int, ...] = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Parts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -613,10 +444,7 @@ def plan(
     block: int = ...,
     tail: int = ...,
     sinks: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Parts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -629,10 +457,7 @@ def plan(
     floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Parts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -640,16 +465,8 @@ def plan(
     *,
     budget: Budget | str | float = ...,
     recent: float = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    every: int | None = ...,
-    answer: Budget | str | int | float | None = ...,
-    grows: bool = ...,
-    floor: int = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -661,13 +478,7 @@ def plan(
     window: int = ...,
     kernel: Any = ...,
     pooling: Literal["avg", "max"] = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    every: int | None = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Evicts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -679,26 +490,15 @@ def plan(
     group: int = ...,
     bits: Literal[2, 3, 4, 8] = ...,
     rounds: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Parts],
 ) -> Plan: ...
 @overload
 def plan(
     method: Literal["hsa"],
     *,
     budget: Budget | str | float = ...,
-    skip_layers: Any = ...,
-    newest: bool = ...,
-    sparse_questions: bool = ...,
-    share: Any = ...,
-    floor: int = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Reads],
 ) -> Plan: ...
 @overload
 def plan(
@@ -709,15 +509,7 @@ def plan(
     local: int | None = ...,
     block: int = ...,
     representatives: int = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    newest: bool = ...,
-    sparse_questions: bool = ...,
-    share: int | tuple[int, ...] = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Reads],
 ) -> Plan: ...
 @overload
 def plan(
@@ -726,10 +518,7 @@ def plan(
     block: int = ...,
     tail: int = ...,
     sinks: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Parts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -742,10 +531,7 @@ def plan(
     key_bits: Literal[2, 3, 4, 8] = ...,
     value_bits: Literal[2, 3, 4, 8] = ...,
     rotate_values: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Parts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -754,17 +540,9 @@ def plan(
     budget: Budget | str | float = ...,
     per_group: bool = ...,
     anchor_heads: tuple[tuple[float, ...], ...] = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    newest: bool = ...,
-    sparse_questions: bool = ...,
-    share: int | tuple[int, ...] = ...,
-    floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Reads],
 ) -> Plan: ...
 @overload
 def plan(
@@ -772,15 +550,7 @@ def plan(
     *,
     budget: Budget | str | float = ...,
     chunks: bool = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    every: int | None = ...,
-    answer: Budget | str | int | float | None = ...,
-    grows: bool = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -791,25 +561,14 @@ def plan(
     sinks: int = ...,
     group: int = ...,
     bits: Literal[2, 3, 4, 8] = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Parts],
 ) -> Plan: ...
 @overload
 def plan(
     method: Literal["knorm"],
     *,
     budget: Budget | str | float = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    every: int | None = ...,
-    answer: Budget | str | int | float | None = ...,
-    grows: bool = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -817,12 +576,7 @@ def plan(
     *,
     budget: Budget | str | float = ...,
     chunk_length: int = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Acts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -833,14 +587,8 @@ def plan(
     representatives: float = ...,
     anchor: Literal["alternating", "random", "zeros", "ones"] = ...,
     seed: int = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    every: int | None = ...,
-    floor: int = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Evicts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -851,13 +599,7 @@ def plan(
     heavy: float = ...,
     sinks: int = ...,
     threshold: float = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    every: int | None = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Evicts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -868,12 +610,7 @@ def plan(
     chunk_length: int = ...,
     uniform: bool = ...,
     fed_share: float | None = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Acts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -886,12 +623,7 @@ def plan(
     chunk_length: int = ...,
     uniform: bool = ...,
     go_on_ids: tuple[int, ...] | None = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Acts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -901,15 +633,7 @@ def plan(
     sinks: int = ...,
     span: int | None = ...,
     overlap: int = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    every: int | None = ...,
-    answer: Budget | str | int | float | None = ...,
-    grows: bool = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -921,13 +645,8 @@ def plan(
     variant: Literal["lag", "local", "l2"] = ...,
     chunks: bool = ...,
     decode: bool = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    floor: int = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Acts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -936,16 +655,8 @@ def plan(
     budget: Budget | str | float = ...,
     part: float | None = ...,
     per_query_head: bool = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    newest: bool = ...,
-    sparse_questions: bool = ...,
-    share: int | tuple[int, ...] = ...,
-    floor: int = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Reads],
 ) -> Plan: ...
 @overload
 def plan(
@@ -958,17 +669,9 @@ def plan(
     window: int = ...,
     kernel: Any = ...,
     pooling: Literal["avg", "max"] = ...,
-    skip_layers: Any = ...,
-    every: int | None = ...,
-    answer: Any = ...,
-    grows: Any = ...,
-    floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -976,13 +679,7 @@ def plan(
     *,
     budget: Budget | str | float = ...,
     profile: Profile | str | None = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    every: int | None = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Evicts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -991,14 +688,8 @@ def plan(
     budget: Budget | str | float = ...,
     base: str = ...,
     rule: str = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    every: int | None = ...,
-    floor: int = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Evicts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1014,10 +705,7 @@ def plan(
     slash: float = ...,
     last: int = ...,
     skip_layers: int | tuple[int, ...] = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Parts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1028,17 +716,9 @@ def plan(
     window: int = ...,
     kernel: Any = ...,
     pooling: Literal["avg", "max"] = ...,
-    skip_layers: Any = ...,
-    every: int | None = ...,
-    answer: Any = ...,
-    grows: Any = ...,
-    floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1047,17 +727,9 @@ def plan(
     budget: Budget | str | float = ...,
     window: int = ...,
     fusion: Literal["sum", "max"] = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    every: int | None = ...,
-    answer: Budget | str | int | float | None = ...,
-    grows: bool = ...,
-    floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1069,17 +741,9 @@ def plan(
     pooling: Literal["avg", "max"] = ...,
     per_query_head: bool = ...,
     form: Literal["joint", "value", "key"] = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    every: int | None = ...,
-    answer: Budget | str | int | float | None = ...,
-    grows: bool = ...,
-    floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1087,16 +751,8 @@ def plan(
     *,
     budget: Budget | str | float = ...,
     wait: int = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    newest: bool = ...,
-    sparse_questions: bool = ...,
-    share: int | tuple[int, ...] = ...,
-    floor: int = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Reads],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1108,10 +764,7 @@ def plan(
     group: int = ...,
     bits: Literal[2, 3, 4, 8] = ...,
     share: float = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Parts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1120,14 +773,8 @@ def plan(
     shares: tuple[float, ...] | str = ...,
     budget: Budget | str | float = ...,
     base: str = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    every: int | None = ...,
-    floor: int = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Evicts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1135,13 +782,8 @@ def plan(
     *,
     budget: Budget | str | float = ...,
     base: str = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    floor: int = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Acts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1160,10 +802,7 @@ def plan(
     floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Parts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1174,15 +813,9 @@ def plan(
     window: int = ...,
     kernel: Any = ...,
     pooling: Literal["avg", "max"] = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    every: int | None = ...,
-    floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Evicts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1191,15 +824,7 @@ def plan(
     budget: Budget | str | float = ...,
     profile: Profile | str | None = ...,
     recent: int = ...,
-    skip_layers: Any = ...,
-    every: int | None = ...,
-    answer: Any = ...,
-    grows: Any = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1209,16 +834,8 @@ def plan(
     page: int | None = ...,
     per_query_head: bool = ...,
     means: bool = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    newest: bool = ...,
-    sparse_questions: bool = ...,
-    share: int | tuple[int, ...] = ...,
-    floor: int = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Reads],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1227,15 +844,7 @@ def plan(
     budget: Budget | str | float = ...,
     recent: int = ...,
     seed: int = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    every: int | None = ...,
-    answer: Budget | str | int | float | None = ...,
-    grows: bool = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1247,10 +856,7 @@ def plan(
     chunk_length: int | None = ...,
     floor: int = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Parts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1260,20 +866,12 @@ def plan(
     window: int = ...,
     kernel: int = ...,
     pooling: Literal["avg", "max"] = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
     newest: bool = ...,
     sparse_questions: bool = ...,
-    every: int | None = ...,
-    answer: Any = ...,
-    grows: Any = ...,
-    share: Any = ...,
-    floor: int = ...,
+    share: int | tuple[int, ...] = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1283,17 +881,9 @@ def plan(
     window: int = ...,
     kernel: int = ...,
     pooling: Literal["avg", "max"] = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    newest: bool = ...,
-    sparse_questions: bool = ...,
-    share: Any = ...,
-    floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Reads],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1302,16 +892,8 @@ def plan(
     budget: Budget | str | float = ...,
     recent: float = ...,
     sinks: int = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    every: int | None = ...,
-    answer: Budget | str | int | float | None = ...,
-    grows: bool = ...,
-    newest: bool = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    newest: int = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1322,10 +904,7 @@ def plan(
     sinks: int = ...,
     bits: Literal[2, 3, 4] = ...,
     key_bits: Any = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Parts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1334,15 +913,7 @@ def plan(
     budget: Budget | str | float = ...,
     sinks: int = ...,
     recent: float = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    every: int | None = ...,
-    answer: Budget | str | int | float | None = ...,
-    grows: bool = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1356,10 +927,7 @@ def plan(
     interval: int = ...,
     floor: int = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Parts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1369,15 +937,7 @@ def plan(
     sinks: int = ...,
     threshold: float = ...,
     observed: int = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    every: int | None = ...,
-    answer: Budget | str | int | float | None = ...,
-    grows: bool = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1388,17 +948,9 @@ def plan(
     kernel: Any = ...,
     pooling: Literal["avg", "max"] = ...,
     per_query_head: bool = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    every: int | None = ...,
-    answer: Budget | str | int | float | None = ...,
-    grows: bool = ...,
-    floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1407,16 +959,8 @@ def plan(
     budget: Budget | str | float = ...,
     mean_value: bool = ...,
     per_query_head: bool = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    newest: bool = ...,
-    sparse_questions: bool = ...,
-    share: int | tuple[int, ...] = ...,
-    floor: int = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Reads],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1430,10 +974,7 @@ def plan(
     keep_last: int = ...,
     budget: Budget | str | float = ...,
     floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Parts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1442,14 +983,8 @@ def plan(
     budget: Budget | str | float = ...,
     base: str = ...,
     p: float = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    every: int | None = ...,
-    floor: int = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Evicts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1464,17 +999,9 @@ def plan(
     window: int = ...,
     kernel: Any = ...,
     pooling: Literal["avg", "max"] = ...,
-    skip_layers: Any = ...,
-    every: int | None = ...,
-    answer: Any = ...,
-    grows: Any = ...,
-    floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1482,15 +1009,7 @@ def plan(
     *,
     budget: Budget | str | float = ...,
     sinks: int = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    every: int | None = ...,
-    answer: Budget | str | int | float | None = ...,
-    grows: bool = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1500,29 +1019,15 @@ def plan(
     budget: Budget | str | float = ...,
     base: str = ...,
     recent: int = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    every: int | None = ...,
-    floor: int = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Evicts],
 ) -> Plan: ...
 @overload
 def plan(
     method: Literal["tova"],
     *,
     budget: Budget | str | float = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    every: int | None = ...,
-    answer: Budget | str | int | float | None = ...,
-    grows: bool = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1530,17 +1035,9 @@ def plan(
     *,
     budget: Budget | str | float = ...,
     profile: Profile | str | None = ...,
-    every: int | None = ...,
     n_future: int = ...,
     sinks: int = ...,
-    skip_layers: Any = ...,
-    answer: Any = ...,
-    grows: Any = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1555,13 +1052,7 @@ def plan(
     window: int = ...,
     kernel: Any = ...,
     pooling: Literal["avg", "max"] = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    every: int | None = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Evicts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1571,17 +1062,9 @@ def plan(
     window: int = ...,
     large: int = ...,
     seed: int = ...,
-    skip_layers: int | tuple[int, ...] = ...,
-    every: int | None = ...,
-    answer: Budget | str | int | float | None = ...,
-    grows: bool = ...,
-    floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Ranks],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1593,15 +1076,9 @@ def plan(
     share: int = ...,
     beta: int = ...,
     window: int = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    every: int | None = ...,
-    floor: int = ...,
     profile: Profile | str | None = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Evicts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1616,10 +1093,7 @@ def plan(
     threshold: float = ...,
     stride: int = ...,
     skip_layers: int | tuple[int, ...] = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Parts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1630,13 +1104,7 @@ def plan(
     residual: float = ...,
     decay: float = ...,
     sinks: int = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    every: int | None = ...,
-    floor: int = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Evicts],
 ) -> Plan: ...
 @overload
 def plan(
@@ -1646,14 +1114,8 @@ def plan(
     base: str = ...,
     target: float = ...,
     layer_floor: float = ...,
-    skip_layers: int | tuple[int, ...] | str = ...,
-    every: int | None = ...,
-    floor: int = ...,
     paper: bool = ...,
-    codec: Codec | str | None = ...,
-    rest: Codec | str | None = ...,
-    prefill: SparsePrefill | str | None = ...,
-    merge: str | None = ...,
+    **shared: Unpack[_Evicts],
 ) -> Plan: ...
 @overload
 def plan(method: str, **parameters: Any) -> Plan: ...
