@@ -139,8 +139,6 @@ def test_a_draft_model_stays_in_blocks(cli, model_dir, file, loaded):
         ("int3", None, "--weights must be one of expand, int8, int4, got 'int3'; did you mean 'int8'?"),
         ("blocks", None, "a .gguf file stays in blocks without the option"),
         ("int4", "{file}", "is in blocks already: leave --weights out to use them, or give --weights expand"),
-        ("expand", "{folder}", "is none: leave --weights out, or give int8 or int4"),
-        ("expand", None, "dequantizes a .gguf file, and the demo model is none"),
     ],
 )
 def test_forms_that_do_not_fit_are_refused_before_anything_is_loaded(

@@ -294,7 +294,6 @@ def test_what_cannot_be_packed_is_refused(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("weights", "images", "message"),
     [
-        ("expand", False, "'expand' dequantizes a .gguf file, and .* is none: leave weights out"),
         ("int4", True, "weights='int4' packs the text part of a model only, got images=True"),
         ("blocks", False, "weights must be None, 'expand', 'int8' or 'int4', got 'blocks'"),
     ],

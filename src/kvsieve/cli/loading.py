@@ -15,7 +15,7 @@ from kvsieve.models.source import is_gguf
 from kvsieve.planning.suggestions import did_you_mean
 from kvsieve.report.display import bytes_text
 
-# Forms of weights: of a .gguf file, and of other checkpoints.
+# Forms of weights: of checkpoints that are no .gguf file, and of all.
 _PACKED = ("int8", "int4")
 FORMS = ("expand", *_PACKED)
 DTYPES = ("auto", "bfloat16", "float16", "float32", "checkpoint")
@@ -25,7 +25,7 @@ _DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "xla")
 DtypeOption = Annotated[str, option(MODEL, f"Dtype of the weights: {', '.join(DTYPES)}; auto is the fastest here")]
 WeightsOption = Annotated[
     str | None,
-    option(MODEL, "Weights: expand a .gguf file, or pack a checkpoint to int8 or int4 (default: as stored)"),
+    option(MODEL, "Weights: expand to --dtype, or pack a checkpoint to int8 or int4 (default: as stored)"),
 ]
 DeviceOption = Annotated[str | None, option(MODEL, "Device: cpu, cuda, cuda:1 (default: the best one here)")]
 DecodeOption = Annotated[str, option(GENERATION, "Decode engine: auto, eager, fused or graph (docs/performance.md)")]
@@ -79,16 +79,10 @@ def check_form(weights: str | None, name: str | None) -> None:
         blocks = ": a .gguf file stays in blocks without the option" if weights == "blocks" else ""
         meant = blocks or did_you_mean(weights.lower(), list(FORMS), None)
         raise InputError(f"--weights must be one of {', '.join(FORMS)}, got {weights!r}{meant}")
-    stored = is_gguf(name)
-    if stored and weights in _PACKED:
+    if is_gguf(name) and weights in _PACKED:
         raise InputError(
             f"--weights {weights} packs a checkpoint, and {name!r} is in blocks already: leave --weights out to use "
             "them, or give --weights expand"
-        )
-    if not stored and weights == "expand":
-        raise InputError(
-            f"--weights expand dequantizes a .gguf file, and {name or 'the demo model'} is none: leave --weights out, "
-            f"or give {' or '.join(_PACKED)}"
         )
 
 
@@ -115,14 +109,17 @@ def load_model(
 ) -> tuple[Any, Any]:
     """Load the model, on the best device by default, and its tokenizer, without transformers' own messages.
 
-    Prints the dtype that "auto" selects and the size of weights in blocks, and warns if a CPU has no compiled kernels.
+    Prints the dtype that "auto" selects and the size of weights that stay as stored, and warns if a CPU has no compiled
+    kernels.
     images: see `kvsieve.models.load`.
     """
     from kvsieve.models.quantized import matrices_of, weight_bytes
 
     loaded = _loaded(name, dtype, device, {"weights": weights, "images": images})
-    if kinds := sorted({matrix.kind for matrix in matrices_of(loaded[0])}):
-        say(f"weights {bytes_text(weight_bytes(loaded[0]))}, in blocks of {', '.join(kinds)}")
+    matrices = matrices_of(loaded[0])
+    if kinds := sorted({matrix.kind for matrix in matrices}):
+        form = "as stored in" if all(matrix.numbers is not None for matrix in matrices) else "in blocks of"
+        say(f"weights {bytes_text(weight_bytes(loaded[0]))}, {form} {', '.join(kinds)}")
     if loaded[0].device.type == "cpu":
         from kvsieve.kernels.cpu.build import library
 
@@ -138,7 +135,7 @@ def load_processor(name: str | None, weights: str | None) -> Any | None:
     """
     from kvsieve import models
 
-    if name is None or weights is not None:
+    if name is None or weights in _PACKED:
         return None
     try:
         return models.load_processor(name)

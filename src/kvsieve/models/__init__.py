@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +15,7 @@ from kvsieve.models.source import (
     checkpoint_source,
     keeps_blocks,
     load_error,
+    quantization_of,
 )
 
 if TYPE_CHECKING:
@@ -38,12 +40,12 @@ def load(
         model_id_or_dir: None for the demo model (see `load_demo`), a directory with a transformers checkpoint, a GGUF
             file, or a hub id such as ``owner/name``.
         dtype: dtype of the weights; "auto" is bfloat16 if the device computes it natively, else float32 or float16
-            (`kvsieve.devices.auto_dtype`); "checkpoint" the checkpoint's own, float32 for a GGUF file. Over weights in
-            blocks: dtype of the computation, float32 or bfloat16.
+            (`kvsieve.devices.auto_dtype`); "checkpoint" the checkpoint's own, float32 for a GGUF file. Over weights
+            that stay as stored: dtype of the computation, for a GGUF file float32 or bfloat16.
         device: device of the model; default: "cuda" if there is one, else "cpu".
-        weights: None: as they are stored, so those of a GGUF file stay in its blocks, on a CPU; other devices get them
-            dequantized, with a warning. "expand": dequantized. "int8" or "int4": those of a checkpoint, packed into
-            blocks of 8 or 4 bits, on a CPU.
+        weights: None: as they are stored, on a CPU: those of a GGUF file stay in its blocks, those of a checkpoint in
+            16 bits stay so in float32 too. Other devices get a GGUF file dequantized, with a warning. "expand": in
+            `dtype`. "int8" or "int4": those of a checkpoint, packed into blocks of 8 or 4 bits, on a CPU.
         images: all parts of a composite checkpoint, to read images. Default False: its text part, if that loads alone.
 
     Returns:
@@ -95,13 +97,17 @@ def _load(
         checkpoint_source(name)
         return load_blocks(name, torch.float32 if dtype == "checkpoint" else dtype)
     else:
-        model, tokenizer = _load_any(name, "auto" if dtype == "checkpoint" else dtype, images)
+        stored = weights is None and device.type == "cpu" and dtype == torch.float32 and not images
+        model, tokenizer = _load_any(name, "auto" if dtype == "checkpoint" else dtype, images, stored)
     # A loader of low-bit weights has placed them on a device already.
     return model if hasattr(model, "hf_device_map") else model.to(device), tokenizer  # type: ignore[arg-type]
 
 
-def _load_any(name: str, dtype: torch.dtype | str, images: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+def _load_any(
+    name: str, dtype: torch.dtype | str, images: bool, stored: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer. stored: numbers of 16 bits may stay so."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
     source, options = checkpoint_source(name)
     if "gguf_file" in options:
@@ -111,10 +117,19 @@ def _load_any(name: str, dtype: torch.dtype | str, images: bool) -> tuple[PreTra
     check_weights(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        config = AutoConfig.from_pretrained(source, **options)
         auto: Any = AutoModelForCausalLM
-        if _reads_images(source, options, images):
+        if _reads_images(config, images):
             auto = AutoModelForImageTextToText
-        model, info = auto.from_pretrained(source, dtype=dtype, **CHECKED, **options)
+            stored = False
+        found = None
+        if stored and quantization_of(config) is None:
+            from kvsieve.models.stored import AsStored
+
+            # Below, what cannot stay as stored is loaded as ever, or the error is raised.
+            with contextlib.suppress(Exception):
+                found = auto.from_pretrained(source, dtype=dtype, quantization_config=AsStored(), **CHECKED, **options)
+        model, info = found or auto.from_pretrained(source, dtype=dtype, **CHECKED, **options)
     except Exception as exc:
         raise load_error(f"cannot load {name!r}", options, exc) from exc
     check_complete(name, model, info)
@@ -122,11 +137,11 @@ def _load_any(name: str, dtype: torch.dtype | str, images: bool) -> tuple[PreTra
     return model.eval(), tokenizer
 
 
-def _reads_images(source: str, options: dict[str, Any], wanted: bool) -> bool:
+def _reads_images(config: Any, wanted: bool) -> bool:
     """Return True for a checkpoint that is loaded with its image tower: if wanted, or if it does not load without."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    kind = type(AutoConfig.from_pretrained(source, **options))
+    kind = type(config)
     text = kind in AutoModelForCausalLM._model_mapping
     return kind in AutoModelForImageTextToText._model_mapping and (wanted or not text)
 
@@ -159,7 +174,7 @@ def load_processor(model_id_or_dir: str | None) -> Any | None:
 
     Raises ModelLoadError if the processor does not load, for example without the package pillow or torchvision.
     """
-    from transformers import AutoProcessor
+    from transformers import AutoConfig, AutoProcessor
 
     if model_id_or_dir is None:
         return None
@@ -167,7 +182,7 @@ def load_processor(model_id_or_dir: str | None) -> Any | None:
     if "gguf_file" in options:
         return None
     try:
-        if not _reads_images(source, options, wanted=True):
+        if not _reads_images(AutoConfig.from_pretrained(source, **options), wanted=True):
             return None
     except Exception:
         # Loading the model says what is wrong with its config.

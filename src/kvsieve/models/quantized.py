@@ -49,8 +49,8 @@ class DequantizedWeight(Tensor):
 
 def _written() -> KvsieveError:
     return KvsieveError(
-        "weights in blocks cannot be written, nor adapters merged into them: leave adapters active, or load the model "
-        "with weights='expand'"
+        "weights as they are stored cannot be written, nor adapters merged into them: leave adapters active, or load "
+        "the model with weights='expand'"
     )
 
 
@@ -61,10 +61,18 @@ def _shares(one: Tensor, other: Tensor) -> bool:
 class _InBlocks(nn.Module):
     """A layer with its weight in blocks."""
 
+    matrix: QuantizedMatrix
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
             raise _written()
         super().__setattr__(name, value)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        numbers = self.matrix.numbers
+        if numbers is not None:
+            destination[f"{prefix}weight"] = numbers
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
 
 class QuantizedLinear(_InBlocks, nn.Linear):
@@ -157,6 +165,36 @@ class QuantizedEmbedding(_InBlocks, nn.Embedding):
         return super()._apply(fn, recurse)
 
 
+class ScaledEmbedding(QuantizedEmbedding):
+    """Embeddings times a number, as Gemma has them. scale: a tensor []."""
+
+    def __init__(self, matrix: QuantizedMatrix, dtype: torch.dtype, padding_idx: int | None, scale: Tensor) -> None:
+        super().__init__(matrix, dtype, padding_idx)
+        self.register_buffer("embed_scale", scale, persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * self.get_buffer("embed_scale").to(self.dtype)
+
+
+def is_table(module: nn.Module) -> bool:
+    """Return True for embeddings, and those that are multiplied with a number."""
+    scaled = type(module).__name__.endswith("ScaledWordEmbedding")
+    return type(module) is nn.Embedding or (scaled and dict(module.named_buffers()).keys() == {"embed_scale"})
+
+
+def layer_over(module: Any, matrix: QuantizedMatrix, dtype: torch.dtype) -> nn.Module:
+    """Return the layer that computes as a linear layer or embedding does, over a matrix. dtype: of the computation."""
+    if not is_table(module):
+        return QuantizedLinear(matrix, module.bias, dtype)
+    if type(module) is nn.Embedding:
+        return QuantizedEmbedding(matrix, dtype, module.padding_idx)
+    return ScaledEmbedding(matrix, dtype, module.padding_idx, module.embed_scale)
+
+
+def keep_tied(*_: Any, **__: Any) -> None:
+    """Do nothing, in place of a model's `tie_weights`: layers that share a matrix have no parameters to tie."""
+
+
 # Linear layers that compute each token alone.
 LINEARS = (nn.Linear, QuantizedLinear)
 
@@ -178,13 +216,16 @@ def matrices_of(module: nn.Module) -> list[QuantizedMatrix]:
     return list({matrix.data.data_ptr(): matrix for matrix in parts}.values())
 
 
-def include_blocks(model: Any, way_out: str) -> None:
+def include_blocks(model: Any, way_out: str | None) -> None:
     """Let a loaded model's methods count its weights in blocks, or refuse to write them.
 
-    way_out: the end of the errors of `state_dict` and `save_pretrained`, such as "load it with weights='expand'".
+    way_out: the end of the errors of `state_dict` and `save_pretrained`, such as "load it with weights='expand'"; None
+        where all are plain numbers, which both write.
     """
     model.num_parameters = functools.partial(_num_parameters, model)
     model.get_memory_footprint = functools.partial(_memory_footprint, model)
+    if way_out is None:
+        return
     model.state_dict = functools.partial(_state_dict, model, way_out)
     model.save_pretrained = functools.partial(_refuse_to_save, way_out)
 
@@ -244,7 +285,7 @@ def _dtype_after(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> torch.dt
     found = fn(torch.empty(0, dtype=dtype))
     if found.device.type != "cpu":
         raise KvsieveError(
-            f"weights in blocks are computed with on a CPU, got device {found.device}: load the model with "
+            f"weights as they are stored are computed with on a CPU, got device {found.device}: load the model with "
             "weights='expand' for other devices"
         )
     return found.dtype

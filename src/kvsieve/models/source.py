@@ -102,6 +102,14 @@ def check_complete(name: str, model: Any, info: Mapping[str, Any]) -> None:
         )
 
 
+def quantization_of(config: Any) -> dict[str, Any] | None:
+    """Return how a checkpoint is quantized, by its config from transformers; None for plain weights."""
+    for part in (config, config.get_text_config()):
+        if found := part.to_dict().get("quantization_config"):
+            return dict(found)
+    return None
+
+
 def _gguf_source(name: str) -> tuple[str, dict[str, Any]]:
     path = Path(os.path.expanduser(name)).absolute()
     if reason := unreadable(path):
@@ -151,13 +159,8 @@ def check_weights_form(name: str | None, weights: str | None, device: str, image
     if images and (stored or weights in _PACKED):
         form = "a .gguf file has" if stored else f"weights={weights!r} packs"
         raise ModelLoadError(f"{form} the text part of a model only, got images=True for {name!r}: leave images out")
-    if weights is None or (weights == "expand" and stored):
+    if weights in (None, "expand"):
         return
-    if weights == "expand":
-        raise ModelLoadError(
-            f"weights='expand' dequantizes a .gguf file, and {name or 'the demo model'} is none: leave weights out, or "
-            "use 'int8' or 'int4'"
-        )
     if weights not in _PACKED:
         raise ModelLoadError(f"weights must be None, 'expand', 'int8' or 'int4', got {short(weights)}")
     if stored:

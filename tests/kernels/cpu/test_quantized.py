@@ -116,7 +116,7 @@ def test_what_gguf_packs(kind):
     compare(kernel.multiply(given, QuantizedMatrix(data, kind), None), given, weight)
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q4_0", "Q6_K"])
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q6_K"])
 def test_order(kind):
     data = blocks(kind, 9, 2)
     order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
@@ -131,7 +131,7 @@ def test_order(kind):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "Q4_K"])
+@pytest.mark.parametrize("kind", ["BF16", "Q4_1", "Q8_0", "Q4_K"])
 def test_threads(kind, threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     data = blocks(kind, 701, 1024 // FORMATS[kind].size)

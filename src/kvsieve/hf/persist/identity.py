@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvsieve.errors import CacheFileError
@@ -51,14 +52,20 @@ def _weights(model: AttachedModel) -> str:
     found = []
     for weight in model.decoder.parameters():
         found += [_digest(tensor, tuple(weight.shape)) for tensor in _tensors(weight.detach())]
-    found += [_digest(matrix.data, (matrix.kind, matrix.width, matrix.inner)) for matrix in matrices_of(model.decoder)]
+    for matrix in matrices_of(model.decoder):
+        numbers = matrix.numbers
+        if numbers is None:
+            found.append(_digest(matrix.data, (matrix.kind, matrix.width, matrix.inner)))
+        else:
+            # The same as expanded.
+            found.append(_digest(numbers, tuple(numbers.shape), model.model.dtype))
     return hashlib.sha256(b"".join(sorted(found))).hexdigest()
 
 
-def _digest(tensor: Tensor, about: tuple[Any, ...]) -> bytes:
+def _digest(tensor: Tensor, about: tuple[Any, ...], dtype: torch.dtype | None = None) -> bytes:
     # An odd step, so that not all elements are of one column.
     part = tensor.flatten()[:: max(1, tensor.numel() // _SAMPLE) | 1][:_SAMPLE]
-    return hashlib.sha256(repr(about).encode() + as_bytes(part)).digest()
+    return hashlib.sha256(repr(about).encode() + as_bytes(part.to(dtype or part.dtype))).digest()
 
 
 def _tensors(weight: Tensor) -> Iterator[Tensor]:

@@ -1,5 +1,5 @@
 // Weights in GGUF's blocks: their rows as numbers, and products of a few tokens with them. Sums are of float32.
-#include "tiles.h"
+#include "products.h"
 #include "blocks.h"
 #include "integers.h"
 
@@ -124,9 +124,27 @@ static float *tokens_of(const void *x, int64_t inner, int64_t half, Tokens *toke
     return made;
 }
 
+// Products of float32 rows with a weight of plain bfloat16 numbers, which is read in place.
+static int64_t multiply_in_place(const Matrix *matrix, const void *bias, const void *x, void *out, int64_t rows,
+                                 int64_t threads) {
+    Weight weight = {matrix->data, bias, matrix->width, matrix->inner, MIXED};
+    Given given = {.rows = rows};
+    char *made = prepared(&weight, x, &given);
+    if (!made) return 0;
+    int64_t wide = matrix->width, next = matrix->bytes, turn = turn_of(wide, rows, threads);
+#pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1 && wide * next > MANY)
+    for (int64_t from = 0; from < wide; from += turn) {
+        int64_t to = from + turn < wide ? from + turn : wide;
+        all_rows(&weight, &given, next, out, from, to, MIXED);
+    }
+    free_lines(made);
+    return 1;
+}
+
 // bias [width] or null, x [rows, inner], out [rows, width]: bfloat16 or float32. 0 where there was no memory.
 int64_t multiply(const Matrix *matrix, const void *bias, const void *x, void *out, int64_t rows, int64_t half,
                  int64_t threads) {
+    if (matrix->kind == BF16 && !matrix->order && !half) return multiply_in_place(matrix, bias, x, out, rows, threads);
     Weight target = {.bias = bias, .width = matrix->width, .dim = matrix->inner, .form = half ? HALVES : FLOATS};
     Tokens tokens = {.rows = rows};
     void *made = 0;

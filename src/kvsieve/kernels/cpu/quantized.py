@@ -46,7 +46,8 @@ FORMATS = {
     "Q6_K": Format(14, 256, 210),
     "BF16": Format(30, 1, 2),
 }
-
+# Types that are numbers of torch.
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 # Dtypes of numbers that the kernel reads and writes, and whether they are bfloat16.
 _HALF = {torch.float32: 0, torch.bfloat16: 1}
@@ -91,6 +92,12 @@ class QuantizedMatrix:
         self._fields = (c_int64 * 6)(data.data_ptr(), at, self.width, self.inner, self.format.number, data.shape[1])
         self.address = addressof(self._fields)
 
+    @classmethod
+    def of(cls, weight: Tensor) -> QuantizedMatrix:
+        """Return a matrix over a contiguous weight [C, D] on a CPU, of a dtype of PLAIN."""
+        kind = next(kind for kind, dtype in PLAIN.items() if dtype == weight.dtype)
+        return cls(weight.detach().view(torch.uint8), kind)
+
     def __reduce__(self) -> tuple[Any, ...]:
         # A view of a file would be pickled with all of the file.
         return QuantizedMatrix, (self.data.clone(), self.kind, self.order)
@@ -103,6 +110,11 @@ class QuantizedMatrix:
     def nbytes(self) -> int:
         """Bytes of the blocks."""
         return self.data.nbytes
+
+    @property
+    def numbers(self) -> Tensor | None:
+        """The weight [C, D] itself, which must not be written to; None where it is in blocks, or its rows moved."""
+        return self.data.view(PLAIN[self.kind]) if self.kind in PLAIN and self.order is None else None
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
         """Return dequantized rows [N, D] of the weight. index: int64 [N], of its rows."""
@@ -176,6 +188,8 @@ def _dequantize() -> Callable[..., int]:
 
 
 def _dequantized(data: Tensor, kind: str) -> Tensor:
+    if kind in PLAIN:
+        return data.view(PLAIN[kind])
     import gguf
 
     return torch.from_numpy(gguf.dequantize(data.numpy(), gguf.GGMLQuantizationType[kind]))

@@ -15,6 +15,7 @@ from kvsieve.hf.model.memory import layer_bytes
 from kvsieve.hf.model.shapes import LayerShape
 from kvsieve.lab.bench.geometry import geometry
 from kvsieve.lab.bench.weight_sizes import weight_sizes
+from kvsieve.models.stored import stored_kind
 from kvsieve.planning.plans import Plan
 
 # Context of models without a limit of their own.
@@ -99,7 +100,7 @@ def footprint(
         config: of the model, from transformers.
         dtype: of its weights: "auto", "checkpoint", or a name such as "float32".
         device: default: the best one here.
-        name: of the model; needed for a .gguf file.
+        name: of the model; None for the demo model.
         weights: their form, of `kvsieve.models.load`.
 
     Raises:
@@ -109,14 +110,16 @@ def footprint(
     where = torch.device(default_device() if device is None else device)
     chosen = auto_dtype(where).dtype if dtype == "auto" else getattr(torch, dtype, config.dtype or torch.float32)
     on_cpu = where.type == "cpu"
+    is_wide = on_cpu and chosen == torch.float32
+    stored = stored_kind(name, config) if is_wide and weights is None else None
     # Weights in blocks are for CPUs.
-    sizes = weight_sizes(found, chosen.itemsize, name if on_cpu else None, weights)
+    sizes = weight_sizes(found, chosen.itemsize, name if on_cpu else None, weights, stored)
     return Footprint(
         model=found.model,
         shapes=found.shapes,
         weights=sizes.total,
         buffer=sizes.buffer,
-        copies=sizes.total // 2 if on_cpu and chosen == torch.float32 and not sizes.kinds else 0,
+        copies=sizes.total // 2 if is_wide and not sizes.kinds else 0,
         process=_BESIDE + ((resident() or _UNKNOWN) if on_cpu else 0),
         element=chosen.itemsize,
         outputs=max(layer.outputs for layer in found.layers),

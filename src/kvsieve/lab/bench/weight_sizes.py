@@ -30,20 +30,29 @@ class WeightSizes:
     kinds: tuple[str, ...] = ()
 
 
-def weight_sizes(geometry: Geometry, element: int, name: str | None = None, weights: str | None = None) -> WeightSizes:
+def weight_sizes(
+    geometry: Geometry,
+    element: int,
+    name: str | None = None,
+    weights: str | None = None,
+    stored: str | None = None,
+) -> WeightSizes:
     """Return the bytes of a model's weights in a form.
 
     Args:
-        geometry: of the model; with the model itself for "int8" and "int4".
+        geometry: of the model; with the model itself for "int8" and "int4", and with `stored`.
         element: bytes of a number in the model's dtype.
         name: of the model; of a .gguf file the header is read.
         weights: form, of `kvsieve.models.load`.
+        stored: type of a checkpoint's weights that stay as stored; None: all are in the model's dtype.
 
     Raises:
         ModelNotFoundError, ModelLoadError: a .gguf file that cannot be read.
     """
     if weights in ("int8", "int4"):
         return _sizes(geometry.parameters, element, _packed(geometry, weights))
+    if stored is not None:
+        return _sizes(geometry.parameters, element, _as_stored(geometry, stored))
     if name is not None and is_gguf(name) and weights is None:
         from kvsieve.kernels.cpu.quantized import FORMATS
 
@@ -77,6 +86,19 @@ def _packed(geometry: Geometry, weights: str) -> Iterable[_Block]:
     for name, weight in layout_of(model, weights).packed.items():
         inside = model.get_submodule(name.removesuffix(".weight")) not in ends
         yield _Block(weight.kind, math.prod(weight.shape), weight.shape[0] * weight.row_bytes, inside)
+
+
+def _as_stored(geometry: Geometry, kind: str) -> Iterable[_Block]:
+    """Return the weights of a checkpoint that stay as stored."""
+    from kvsieve.kernels.cpu.quantized import FORMATS
+    from kvsieve.models.stored import stored_weights
+
+    model = geometry.model
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    for name in stored_weights(model) - model.all_tied_weights_keys.keys():
+        module = model.get_submodule(name.removesuffix(".weight"))
+        numbers = module.weight.numel()
+        yield _Block(kind, numbers, numbers * FORMATS[kind].nbytes, module not in ends)
 
 
 def _sizes(numbers: int, element: int, blocks: Iterable[_Block]) -> WeightSizes:

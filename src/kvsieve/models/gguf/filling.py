@@ -11,26 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from kvsieve.errors import KvsieveWarning
-from kvsieve.kernels.cpu.quantized import FORMATS, QuantizedMatrix
+from kvsieve.kernels.cpu.quantized import FORMATS, PLAIN, QuantizedMatrix
 from kvsieve.models.fetch import ModelLoadError
 from kvsieve.models.gguf.file import GgufFile, GgufTensor
-from kvsieve.models.quantized import QuantizedEmbedding, QuantizedLinear
+from kvsieve.models.quantized import QuantizedEmbedding, QuantizedLinear, is_table, keep_tied, layer_over
 
-# Types of tensors that are plain numbers of torch.
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Factors of the rotation, which are part of the configuration.
 _OF_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-
-
-class _ScaledEmbedding(QuantizedEmbedding):
-    """Embeddings times a number, as Gemma has them. scale: a tensor []."""
-
-    def __init__(self, matrix: QuantizedMatrix, dtype: torch.dtype, padding_idx: int | None, scale: Tensor) -> None:
-        super().__init__(matrix, dtype, padding_idx)
-        self.register_buffer("embed_scale", scale, persistent=False)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) * self.get_buffer("embed_scale").to(self.dtype)
 
 
 class _Names:
@@ -128,7 +115,7 @@ class Filling:
         if tensor.kind not in FORMATS or len(tensor.shape) != 2 or not name.endswith(".weight"):
             return None
         module = self.model.get_submodule(name.removesuffix(".weight"))
-        if not (_is_linear(module) or _is_table(module)) or tuple(module.weight.shape) != tensor.shape:
+        if not (_is_linear(module) or is_table(module)) or tuple(module.weight.shape) != tensor.shape:
             return None
         rows = tensor.shape[0]
         probe = np.arange(2 * rows, dtype=np.float64).reshape(rows, 2)
@@ -144,7 +131,7 @@ class Filling:
     def _keep(self, tensor: GgufTensor, name: str, order: Tensor) -> None:
         rows = self.file.rows(tensor)
         as_stored = torch.equal(order, torch.arange(len(order)))
-        if _PLAIN.get(tensor.kind) == self.dtype:
+        if PLAIN.get(tensor.kind) == self.dtype:
             weight = rows.view(self.dtype)
             self._set(name, weight if as_stored else weight[order])
             return
@@ -154,8 +141,8 @@ class Filling:
         import gguf
 
         rows = self.file.rows(tensor)
-        if tensor.kind in _PLAIN:
-            return rows.view(_PLAIN[tensor.kind]).float().numpy()
+        if tensor.kind in PLAIN:
+            return rows.view(PLAIN[tensor.kind]).float().numpy()
         return gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType[tensor.kind])
 
     def _processed(self, name: str, weights: np.ndarray[Any, Any]) -> Any:
@@ -178,15 +165,7 @@ class Filling:
             held.copy_(weight)
 
     def _replace(self, path: str, matrix: QuantizedMatrix) -> None:
-        module = self.model.get_submodule(path)
-        layer: nn.Module
-        if _is_linear(module):
-            layer = QuantizedLinear(matrix, module.bias, self.dtype)
-        elif type(module) is nn.Embedding:
-            layer = QuantizedEmbedding(matrix, self.dtype, module.padding_idx)
-        else:
-            layer = _ScaledEmbedding(matrix, self.dtype, module.padding_idx, module.embed_scale)
-        self.model.set_submodule(path, layer)
+        self.model.set_submodule(path, layer_over(self.model.get_submodule(path), matrix, self.dtype))
 
     def _tie(self) -> None:
         """Give outputs without a tensor of their own the table of the embeddings, for good."""
@@ -198,7 +177,7 @@ class Filling:
                 continue
             if isinstance(table, QuantizedEmbedding):
                 self._replace(path, table.matrix)
-                self.model.tie_weights = _keep_tied
+                self.model.tie_weights = keep_tied
             else:
                 layer.weight = table.weight
 
@@ -211,16 +190,6 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or type(module).__name__ == "FalconLinear"
 
 
-def _is_table(module: nn.Module) -> bool:
-    """Return True for embeddings, and those that are multiplied with a number."""
-    scaled = type(module).__name__.endswith("ScaledWordEmbedding")
-    return type(module) is nn.Embedding or (scaled and dict(module.named_buffers()).keys() == {"embed_scale"})
-
-
 def _few(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
-
-
-def _keep_tied(*_: Any, **__: Any) -> None:
-    """Do nothing: layers that share blocks have no parameters to tie."""

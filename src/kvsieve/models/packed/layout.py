@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvsieve.kernels.cpu.quantized import FORMATS, QuantizedMatrix
-from kvsieve.models.quantized import QuantizedEmbedding, QuantizedLinear
+from kvsieve.models.quantized import layer_over
 
 
 class PackedWeight(NamedTuple):
@@ -72,11 +72,7 @@ def put_in(model: PreTrainedModel, layout: Layout, matrices: dict[str, Quantized
         path = name.removesuffix(".weight")
         module: Any = model.get_submodule(path)
         matrix = matrices[layout.shared.get(name, name)]
-        replacement: Any
-        if isinstance(module, nn.Embedding):
-            replacement = QuantizedEmbedding(matrix, dtype, module.padding_idx)
-        else:
-            replacement = QuantizedLinear(matrix, module.bias, dtype)
+        replacement: Any = layer_over(module, matrix, dtype)
         # transformers would give a weight to layers that it takes for new ones.
         replacement._is_hf_initialized = True
         model.set_submodule(path, replacement)

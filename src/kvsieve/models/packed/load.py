@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvsieve.errors import KvsieveWarning
 from kvsieve.folders import cache_dir, make_private
 from kvsieve.models.fetch import ModelLoadError, scratch_dir
-from kvsieve.models.source import check_weights, checkpoint_source, load_error
+from kvsieve.models.source import check_weights, checkpoint_source, load_error, quantization_of
 
 if TYPE_CHECKING:
     import torch
@@ -185,12 +185,11 @@ def _config(name: str, source: str, options: dict[str, Any], weights: Weights) -
         config = AutoConfig.from_pretrained(source, **options)
     except Exception as exc:
         raise load_error(f"cannot load {name!r}", options, exc) from exc
-    for part in (config, config.get_text_config()):
-        if found := part.to_dict().get("quantization_config"):
-            raise ModelLoadError(
-                f"{name!r} is quantized already ({found.get('quant_method', 'in a format of its own')}): leave "
-                f"weights={weights!r} out, or name a checkpoint with plain weights"
-            )
+    if found := quantization_of(config):
+        raise ModelLoadError(
+            f"{name!r} is quantized already ({found.get('quant_method', 'in a format of its own')}): leave "
+            f"weights={weights!r} out, or name a checkpoint with plain weights"
+        )
     return config
 
 
