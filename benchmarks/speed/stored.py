@@ -32,7 +32,7 @@ from kvsieve.planning.named import plan_without_floor
 from kvsieve.report.environment import environment, write_result
 from kvsieve.report.tables import markdown_table
 
-RESULTS = Path(__file__).parents[1] / "results" / "stored_weights.json"
+RESULTS = Path(__file__).parents[1] / "results" / "weights_stored.json"
 STORED, EXPANDED = "stored", "expanded"
 FORMS = {STORED: None, EXPANDED: "expand"}
 TIMES = ("ttft_s", "tpot_s")

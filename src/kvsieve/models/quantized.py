@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -220,11 +221,12 @@ def include_blocks(model: Any, way_out: str | None) -> None:
     """Let a loaded model's methods count its weights in blocks, or refuse to write them.
 
     way_out: the end of the errors of `state_dict` and `save_pretrained`, such as "load it with weights='expand'"; None
-        where all are plain numbers, which both write.
+        where all are plain numbers, which both write, but not over the files that they are mapped from.
     """
     model.num_parameters = functools.partial(_num_parameters, model)
     model.get_memory_footprint = functools.partial(_memory_footprint, model)
     if way_out is None:
+        model.save_pretrained = functools.partial(_save_elsewhere, model)
         return
     model.state_dict = functools.partial(_state_dict, model, way_out)
     model.save_pretrained = functools.partial(_refuse_to_save, way_out)
@@ -252,6 +254,15 @@ def _state_dict(model: Any, way_out: str, *args: Any, **kwargs: Any) -> Any:
     if whole and matrices_of(model):
         raise KvsieveError(f"state_dict() has no form for weights in blocks: {way_out}")
     return type(model).state_dict(model, *args, **kwargs)
+
+
+def _save_elsewhere(model: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+    if os.path.realpath(save_directory) == os.path.realpath(model.name_or_path):
+        raise KvsieveError(
+            f"the model computes with the files in {save_directory}, which cannot be written over: save it into another "
+            "directory, or load it with weights='expand'"
+        )
+    return type(model).save_pretrained(model, save_directory, *args, **kwargs)
 
 
 def _refuse_to_save(way_out: str, *_: Any, **__: Any) -> None:

@@ -21,6 +21,8 @@ from kvsieve.models.source import is_gguf, quantization_of
 _METHOD = "kvsieve-stored"
 # Types of 16 bits, by the names of safetensors and of `FORMATS`.
 KINDS = {"BF16": torch.bfloat16, "F16": torch.float16}
+# Older releases of transformers choose each tensor's dtype themselves.
+IS_SUPPORTED = "get_new_dtype" in vars(HfQuantizer)
 
 
 def stored_kind(name: str | None, config: Any) -> str | None:
@@ -32,7 +34,7 @@ def stored_kind(name: str | None, config: Any) -> str | None:
     """
     dtype = config.get_text_config().dtype or config.dtype
     kind = next((kind for kind, known in KINDS.items() if known == dtype), None)
-    if name is None or is_gguf(name) or kind is None or quantization_of(config) is not None:
+    if not IS_SUPPORTED or name is None or is_gguf(name) or kind is None or quantization_of(config) is not None:
         return None
     folder = Path(name).expanduser()
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
@@ -80,9 +82,10 @@ class _Keeping(HfQuantizer):
     names: frozenset[str] = frozenset()
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
-        self.names = stored_weights(model)
-        # The loader asks for the dtype of each tensor only so.
-        self.pre_quantized = True
+        if IS_SUPPORTED:
+            self.names = stored_weights(model)
+            # The loader asks for the dtype of each tensor only so.
+            self.pre_quantized = True
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """Return None, which leaves a tensor mapped, for those that stay. param: of a file, or a tensor."""
@@ -112,10 +115,13 @@ def _put_in(model: Any, names: frozenset[str]) -> None:
     kept = [name for name in names if model.get_parameter(name).dtype in KINDS.values()]
     if not kept:
         return
+    # Tied layers share one.
+    matrices: dict[int, QuantizedMatrix] = {}
     for name in kept:
         path = name.removesuffix(".weight")
         module = model.get_submodule(path)
-        model.set_submodule(path, layer_over(module, QuantizedMatrix.of(module.weight), torch.float32))
+        matrix = matrices.setdefault(module.weight.data_ptr(), QuantizedMatrix.of(module.weight))
+        model.set_submodule(path, layer_over(module, matrix, torch.float32))
     rest = dict(model.base_model.named_parameters())
     others = [name for name, weight in model.named_parameters() if weight.dtype in KINDS.values()]
     if others or not any(weight.is_floating_point() for weight in rest.values()):
