@@ -136,7 +136,7 @@ def test_the_state_is_the_files_and_is_saved(saved, tmp_path):
         word_tokenizer().save_pretrained(tmp_path / family)
         again = load(tmp_path / family)
         assert weight_bytes(again) == weight_bytes(model) and matrices_of(again)
-        with pytest.raises(KvsieveError, match="cannot be written over: save it into another"):
+        with pytest.raises(KvsieveError, match="cannot be written over: save it into"):
             model.save_pretrained(saved(family))
         with torch.no_grad():
             assert torch.equal(again(PROMPT).logits, model(PROMPT).logits)

@@ -259,8 +259,8 @@ def _state_dict(model: Any, way_out: str, *args: Any, **kwargs: Any) -> Any:
 def _save_elsewhere(model: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
     if os.path.realpath(save_directory) == os.path.realpath(model.name_or_path):
         raise KvsieveError(
-            f"the model computes with the files in {save_directory}, which cannot be written over: save it into another "
-            "directory, or load it with weights='expand'"
+            f"the model computes with the files in {save_directory}, which cannot be written over: save it into "
+            "another directory, or load it with weights='expand'"
         )
     return type(model).save_pretrained(model, save_directory, *args, **kwargs)
 
