@@ -16,17 +16,10 @@ from kvsieve.methods.block_prefill import BlockPrefill
 from kvsieve.planning.registry import register_method
 
 
-@register_method(
-    "a-shape",
-    title="A-shape",
-    paper="arXiv 2407.02490",
-    phase="prefill",
-    query_aware=False,
-    summary="Prefill attends to the first and the nearest tokens: the baseline of sparse prefill.",
-)
+@register_method("a-shape", title="A-shape", paper="arXiv 2407.02490", phase="prefill", query_aware=False)
 @dataclass(frozen=True, kw_only=True)
 class AShape(BlockPrefill, heads="own"):
-    """Attend to the first keys and the nearest.
+    """Prefill attends to the first and the nearest tokens: the baseline of sparse prefill.
 
     sinks: first keys. local: keys before a query's own block.
     """

@@ -44,16 +44,11 @@ _STATE = "attention_matching"
 
 
 @register_method(
-    "attentionmatching",
-    title="Attention Matching",
-    paper="arXiv 2602.16284",
-    phase="end of prompt",
-    summary="Compact the context into fewer entries with fitted weights and values, for any question.",
-    budget="10%",
+    "attentionmatching", title="Attention Matching", paper="arXiv 2602.16284", phase="end of prompt", budget="10%"
 )
 @dataclass(frozen=True, kw_only=True)
 class AttentionMatching(RepeatingEvictor, heads="own", writes=True, query_aware=False):
-    """Keep the entries that the model attends to when it repeats its context, with fitted weights and values.
+    """Compact the context into fewer entries with fitted weights and values, for any question.
 
     budget: entries per layer and KV head. biases: fit weights. values: fit values. on_policy: layers repeat the context
     above compacted ones, else above full KV. queries: most reference queries per KV head. ridge: pull of values towards

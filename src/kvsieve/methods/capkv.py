@@ -28,17 +28,10 @@ from kvsieve.types import LayerContext
 _EPSILON = 1e-6
 
 
-@register_method(
-    "capkv",
-    title="CapKV",
-    paper="arXiv 2604.25975",
-    phase="end of prompt",
-    summary="Keep entries with values that the others do not span, weighted by the prompt's mean query.",
-    budget="20%",
-)
+@register_method("capkv", title="CapKV", paper="arXiv 2604.25975", phase="end of prompt", budget="20%")
 @dataclass(frozen=True, kw_only=True)
 class CapKV(FutureQueries, heads="own", query_aware=False):
-    """Keep the entries that add most to the span of weighted values.
+    """Keep entries with values that the others do not span, weighted by the prompt's mean query.
 
     tau: sharpness of the weights, at least 0. sinks: first tokens that stay, without their queries. n_future: future
     positions that the rotation is averaged over.

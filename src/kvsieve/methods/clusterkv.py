@@ -38,17 +38,10 @@ class ClusterSetting(Setting):
     prompt: int = 0
 
 
-@register_method(
-    "clusterkv",
-    title="ClusterKV",
-    paper="arXiv 2412.03213",
-    phase="decode",
-    summary="Read the clusters of keys with centroids nearest to the query; evict nothing.",
-    budget=1024,
-)
+@register_method("clusterkv", title="ClusterKV", paper="arXiv 2412.03213", phase="decode", budget=1024)
 @dataclass(frozen=True, kw_only=True)
 class ClusterKV(BudgetReader):
-    """Attend to the clusters of keys with the largest products of query and centroid.
+    """Read the clusters of keys with centroids nearest to the query; evict nothing.
 
     sinks: first entries that are always read, at most a quarter of the budget. per_cluster: entries for one cluster.
     chunk_length: later entries that are clustered together. iterations: most steps of k-means. per_query_head: a choice

@@ -34,17 +34,10 @@ _RIDGE = 1e-2
 _LEAST_SPREAD = 1e-6
 
 
-@register_method(
-    "compactor",
-    title="Compactor",
-    paper="arXiv 2507.08143",
-    phase="end of prompt",
-    summary="Keep entries with unusual keys and those their own chunk attends to; ignores the question.",
-    budget="20%",
-)
+@register_method("compactor", title="Compactor", paper="arXiv 2507.08143", phase="end of prompt", budget="20%")
 @dataclass(frozen=True, kw_only=True)
 class Compactor(ScoredEvictor, needs=("rotary",), heads="all", query_aware=False):
-    """Keep the entries with the largest leverage of keys and non-causal attention in chunks.
+    """Keep entries with unusual keys and those their own chunk attends to; ignores the question.
 
     parts: "both", or one score alone: "leverage" or "attention". blending: weight of leverage against attention, at
     least 0; None for the share of entries dropped. sketch: columns of the sketch of keys. chunk_length: tokens that

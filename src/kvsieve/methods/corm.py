@@ -19,17 +19,10 @@ from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext, Selection
 
 
-@register_method(
-    "corm",
-    title="CORM",
-    paper="arXiv 2404.15949",
-    phase="end of prompt, decode",
-    summary="Evict entries that no recent query gave an average weight, as many as that gives.",
-    budget="100%",
-)
+@register_method("corm", title="CORM", paper="arXiv 2404.15949", phase="end of prompt, decode", budget="100%")
 @dataclass(frozen=True, kw_only=True)
 class CORM(ScoredEvictor, heads="own", ragged=True, query_aware=True):
-    """Keep recent entries and those important to one of the last queries.
+    """Evict entries that no recent query gave an average weight, as many as that gives.
 
     budget: the most entries per KV head; "100%" for no limit. queries: last queries that count. recent: newest entries,
     always kept.

@@ -28,16 +28,10 @@ from kvsieve.planning.roles import Layers
 _BEFORE = "critiprefill"
 
 
-@register_method(
-    "critiprefill",
-    title="CritiPrefill",
-    paper="arXiv 2409.12490",
-    phase="prefill",
-    summary="Prefill attends to the blocks that bounds of each segment's queries and of the keys rank highest.",
-)
+@register_method("critiprefill", title="CritiPrefill", paper="arXiv 2409.12490", phase="prefill")
 @dataclass(frozen=True, kw_only=True)
 class CritiPrefill(BlockPrefill, heads="own"):
-    """Attend to the blocks with the largest weights by bounds of queries and keys.
+    """Prefill attends to the blocks that bounds of each segment's queries and of the keys rank highest.
 
     critical: keys computed per segment besides its own, in whole blocks.
     fusion: share of the previous layer's weights, at least 0 and below 1.

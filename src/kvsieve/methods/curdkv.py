@@ -23,17 +23,10 @@ from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext
 
 
-@register_method(
-    "curdkv",
-    title="CurDKV",
-    paper="arXiv 2509.15038",
-    phase="end of prompt",
-    summary="Keep the entries with large keys and values among their neighbours; uses no queries.",
-    budget="20%",
-)
+@register_method("curdkv", title="CurDKV", paper="arXiv 2509.15038", phase="end of prompt", budget="20%")
 @dataclass(frozen=True, kw_only=True)
 class CurDKV(ScoredEvictor, heads="own", query_aware=False, fixed_counts=True):
-    """Keep the entries with the largest leverage of keys times leverage of values.
+    """Keep the entries with large keys and values among their neighbours; uses no queries.
 
     kind: "product", "mean", "key" or "value". local: tokens of a block that share one unit of leverage; 0 for the norms
     themselves. projection: columns of the Gaussian matrix; 0 for none. sinks: first tokens that stay.

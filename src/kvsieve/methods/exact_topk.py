@@ -20,17 +20,13 @@ from kvsieve.planning.registry import register_method
 from kvsieve.types import AttentionQueries
 
 
-@register_method(
-    "exacttopk",
-    title="Exact top-k",
-    paper="arXiv 2502.14051",
-    phase="decode",
-    summary="Read the entries with the highest logits, computed over all entries: the oracle of sparse decoding.",
-    budget=256,
-)
+@register_method("exacttopk", title="Exact top-k", paper="arXiv 2502.14051", phase="decode", budget=256)
 @dataclass(frozen=True, kw_only=True)
 class ExactTopK(BudgetReader, static_shapes=True):
-    """Attend to the entries with the highest logits. per_group: one set for the query heads of a KV head."""
+    """Read the entries with the highest logits, computed over all entries: the oracle of sparse decoding.
+
+    per_group: one set for the query heads of a KV head.
+    """
 
     newest: bool = False
     per_group: bool = False

@@ -116,16 +116,11 @@ class FutureQueries(ScoredEvictor, needs=("rotary",)):
 
 
 @register_method(
-    "expectedattention",
-    title="Expected Attention",
-    paper="arXiv 2510.00636",
-    phase="end of prompt",
-    summary="Keep the entries that later queries are expected to attend to, judged by the prompt's queries.",
-    budget="20%",
+    "expectedattention", title="Expected Attention", paper="arXiv 2510.00636", phase="end of prompt", budget="20%"
 )
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(FutureQueries, needs=("rotary", "uncapped"), heads="own", query_aware=False):
-    """Keep the entries with the largest expected attention from future queries.
+    """Keep the entries that later queries are expected to attend to, judged by the prompt's queries.
 
     sinks: S first tokens, always kept, without their queries. n_future: future positions that the rotation is averaged
     over. use_covariance: False for the mean alone. use_vnorm: weigh by the values' norms.

@@ -32,17 +32,10 @@ _FREQUENT = 2
 _FULL = 4
 
 
-@register_method(
-    "fastgen",
-    title="FastGen",
-    paper="arXiv 2310.01801",
-    phase="end of prompt",
-    summary="Give each head the cheapest of five policies that recovers most of its attention.",
-    budget="30%",
-)
+@register_method("fastgen", title="FastGen", paper="arXiv 2310.01801", phase="end of prompt", budget="30%")
 @dataclass(frozen=True, kw_only=True)
 class FastGen(ScoredEvictor, needs=("tokens",), heads="own", ragged=True, takes_quotas=False, query_aware=True):
-    """Give each head the cheapest policy that recovers its attention.
+    """Give each head the cheapest of five policies that recovers most of its attention.
 
     budget: most attended entries of the third policy, and recent entries of the fourth. recovery: share of attention,
     above 0 and at most 1. window: last queries of the prompt that profile heads. special_ids, punctuation_ids: token

@@ -23,16 +23,13 @@ _PART = 4
 _PART_ELSEWHERE = 32
 
 
-@register_method(
-    "flashprefill",
-    title="FlashPrefill",
-    paper="arXiv 2603.06199",
-    phase="prefill",
-    summary="Prefill attends to the blocks with an estimated weight near the largest.",
-)
+@register_method("flashprefill", title="FlashPrefill", paper="arXiv 2603.06199", phase="prefill")
 @dataclass(frozen=True, kw_only=True)
 class FlashPrefill(BlockPrefill, heads="own"):
-    """Attend to blocks with an estimated weight of at least `alpha` times the largest."""
+    """Prefill attends to the blocks with an estimated weight near the largest.
+
+    alpha: least estimated weight of a block that is computed, as a share of the largest.
+    """
 
     alpha: float = 0.1
 

@@ -19,16 +19,10 @@ from kvsieve.methods.block_prefill import BlockPrefill, check_share
 from kvsieve.planning.registry import register_method
 
 
-@register_method(
-    "flexprefill",
-    title="FlexPrefill",
-    paper="arXiv 2502.20766",
-    phase="prefill",
-    summary="Prefill attends, per head, to estimated blocks or along lines, up to a share of the weight.",
-)
+@register_method("flexprefill", title="FlexPrefill", paper="arXiv 2502.20766", phase="prefill")
 @dataclass(frozen=True, kw_only=True)
 class FlexPrefill(BlockPrefill, heads="own"):
-    """Attend to as many blocks or lines as have `gamma` of the weight.
+    """Prefill attends, per head, to estimated blocks or along lines, up to a share of the weight.
 
     gamma: share of the weight to compute. divergence: largest distance at which estimates of blocks are used.
     """

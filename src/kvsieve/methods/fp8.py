@@ -18,16 +18,10 @@ from kvsieve.methods.codecs import BlockCodec
 from kvsieve.planning.registry import register_method
 
 
-@register_method(
-    "fp8",
-    title="fp8",
-    paper="arXiv 2209.05433",
-    phase="storage",
-    summary="Quantize to 8-bit floats with a scale per head and block.",
-)
+@register_method("fp8", title="fp8", paper="arXiv 2209.05433", phase="storage")
 @dataclass(frozen=True, kw_only=True)
 class FP8(BlockCodec, heads="own"):
-    """Encode keys and values as 8-bit floats with 4 bits of exponent and 3 of mantissa."""
+    """Quantize to 8-bit floats with a scale per head and block."""
 
     def keys(self, dim: int) -> CodeFormat:
         return CodeFormat(8, "channel", zero=False, levels=float8_levels())

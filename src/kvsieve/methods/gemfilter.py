@@ -30,17 +30,11 @@ from kvsieve.types import LayerContext, Selection
 
 
 @register_method(
-    "gemfilter",
-    title="GemFilter",
-    paper="arXiv 2409.17422",
-    phase="prefill",
-    derive=defaults.gemfilter,
-    summary="Prefill again with only the tokens that an early layer's last query attends to.",
-    budget=1024,
+    "gemfilter", title="GemFilter", paper="arXiv 2409.17422", phase="prefill", derive=defaults.gemfilter, budget=1024
 )
 @dataclass(frozen=True, kw_only=True)
 class GemFilter(Propagator, heads="all", query_aware=True):
-    """Prefill again only the tokens that the prompt's last query selects at `layer`.
+    """Prefill again with only the tokens that an early layer's last query attends to.
 
     budget: k, tokens prefilled again; a Budget, a share ("20%", 0.2) or a number (1024) of the whole prompt. layer: the
     filter layer, 0-based, the last one of the first pass. None for the published one of a model of the same depth, else

@@ -99,17 +99,10 @@ def _index_of(name: str) -> str:
     return "index" if name == "mass" else f"{name}_index"
 
 
-@register_method(
-    "h2o",
-    title="H2O",
-    paper="arXiv 2306.14048",
-    phase="end of prompt, decode",
-    summary="Keep recent entries and the entries with the most attention so far.",
-    budget="20%",
-)
+@register_method("h2o", title="H2O", paper="arXiv 2306.14048", phase="end of prompt, decode", budget="20%")
 @dataclass(frozen=True, kw_only=True)
 class H2O(ScoredEvictor, heads="own", query_aware=True):
-    """Keep recent entries and heavy hitters.
+    """Keep recent entries and the entries with the most attention so far.
 
     recent: share of the budget, without protected entries, for the most recent entries, in [0, 1]; the paper uses half.
     """

@@ -25,16 +25,10 @@ _BETA = 10.0
 _GROWTH = 1.01
 
 
-@register_method(
-    "hqq",
-    title="HQQ",
-    paper="mobiusml.github.io/hqq_blog",
-    phase="storage",
-    summary="Quantize like kivi, with the zero points of least error; outliers count little.",
-)
+@register_method("hqq", title="HQQ", paper="mobiusml.github.io/hqq_blog", phase="storage")
 @dataclass(frozen=True, kw_only=True)
 class HQQ(KIVI, heads="own"):
-    """Encode keys per channel and values per token, with half-quadratic zeros.
+    """Quantize like kivi, with the zero points of least error; outliers count little.
 
     rounds: of finding the zeros.
     """

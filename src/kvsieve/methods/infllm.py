@@ -41,17 +41,10 @@ class BlockSetting(Setting):
     sinks: int = 0
 
 
-@register_method(
-    "infllm",
-    title="InfLLM",
-    paper="arXiv 2402.04617",
-    phase="decode",
-    summary="Read blocks by the keys in them that later queries attended to most; evict nothing.",
-    budget=1024,
-)
+@register_method("infllm", title="InfLLM", paper="arXiv 2402.04617", phase="decode", budget=1024)
 @dataclass(frozen=True, kw_only=True)
 class InfLLM(BudgetReader, heads="all"):
-    """Attend to the first tokens, a local window, and the blocks with the most relevant representatives.
+    """Read blocks by the keys in them that later queries attended to most; evict nothing.
 
     sinks: first entries that are always read. local: tokens before the current one that are always read, and queries
     after a token that score it; None for 2/3 of the budget without `sinks`. block: entries per block. representatives:

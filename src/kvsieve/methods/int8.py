@@ -18,16 +18,10 @@ from kvsieve.planning.registry import register_method
 _LEVELS = tuple(float(level) for level in range(-127, 128))
 
 
-@register_method(
-    "int8",
-    title="int8",
-    paper="arXiv 2208.07339",
-    phase="storage",
-    summary="Quantize to 8-bit integers with a scale per token.",
-)
+@register_method("int8", title="int8", paper="arXiv 2208.07339", phase="storage")
 @dataclass(frozen=True, kw_only=True)
 class Int8(BlockCodec, heads="own"):
-    """Encode keys and values per token, in 8 bits."""
+    """Quantize to 8-bit integers with a scale per token."""
 
     def keys(self, dim: int) -> CodeFormat:
         return CodeFormat(8, "token", dim, zero=False, levels=_LEVELS)

@@ -25,16 +25,10 @@ from kvsieve.methods.rotated import Rotated
 from kvsieve.planning.registry import register_method
 
 
-@register_method(
-    "k8v4",
-    title="K8V4",
-    paper="arXiv 2502.04420",
-    phase="storage",
-    summary="Quantize keys per channel, to more bits than values.",
-)
+@register_method("k8v4", title="K8V4", paper="arXiv 2502.04420", phase="storage")
 @dataclass(frozen=True, kw_only=True)
 class K8V4(GroupCodec, heads="own"):
-    """Encode keys per channel and values per token, keys in more bits than values.
+    """Quantize keys per channel, to more bits than values.
 
     key_bits: 2, 3, 4 or 8.
     value_bits: 2, 3, 4 or 8.

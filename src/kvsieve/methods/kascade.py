@@ -29,18 +29,13 @@ from kvsieve.types import AttentionQueries
 
 
 @register_method(
-    "kascade",
-    title="Kascade",
-    paper="arXiv 2512.16391",
-    phase="decode",
-    summary="Choose the entries with the most attention in few anchor layers; layers between reuse them.",
-    budget="10%",
-    derive=lambda model, digits: {},
+    "kascade", title="Kascade", paper="arXiv 2512.16391", phase="decode", budget="10%", derive=lambda model, digits: {}
 )
 @dataclass(frozen=True, kw_only=True)
 class Kascade(ExactTopK, static_shapes=True):
-    """Exact top-k in anchor layers. share: the anchors, or layers per anchor.
+    """Choose the entries with the most attention in few anchor layers; layers between reuse them.
 
+    share: the anchors, or layers per anchor.
     anchor_heads: [layers][KV heads], the anchor's KV head that chooses for each; none for the same ones.
     """
 

@@ -24,17 +24,10 @@ from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext, When
 
 
-@register_method(
-    "keydiff",
-    title="KeyDiff",
-    paper="arXiv 2504.15364",
-    phase="end of prompt",
-    summary="Keep the keys least similar to the mean key; uses no queries. `chunks` evicts during prefill, too.",
-    budget="20%",
-)
+@register_method("keydiff", title="KeyDiff", paper="arXiv 2504.15364", phase="end of prompt", budget="20%")
 @dataclass(frozen=True, kw_only=True)
 class KeyDiff(ScoredEvictor, heads="own", query_aware=False, fixed_counts=True):
-    """Keep the entries with keys least similar to the mean key.
+    """Keep the keys least similar to the mean key; uses no queries. `chunks` evicts during prefill, too.
 
     chunks: also evict after each chunk of a chunked prompt; later chunks attend to the remaining entries.
     """

@@ -18,16 +18,10 @@ from kvsieve.methods.codecs import GroupCodec
 from kvsieve.planning.registry import register_method
 
 
-@register_method(
-    "kivi",
-    title="KIVI",
-    paper="arXiv 2402.02750",
-    phase="storage",
-    summary="Quantize keys per channel and values per token.",
-)
+@register_method("kivi", title="KIVI", paper="arXiv 2402.02750", phase="storage")
 @dataclass(frozen=True, kw_only=True)
 class KIVI(GroupCodec, heads="own"):
-    """Encode keys per channel and values per token, as integers between each group's extremes.
+    """Quantize keys per channel and values per token.
 
     bits: 2, 3, 4 or 8, of keys and values.
     """

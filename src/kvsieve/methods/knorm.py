@@ -18,17 +18,13 @@ from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext
 
 
-@register_method(
-    "knorm",
-    title="K-norm",
-    paper="arXiv 2406.11430",
-    phase="end of prompt",
-    summary="Keep the entries with the smallest key norms; uses no queries.",
-    budget="20%",
-)
+@register_method("knorm", title="K-norm", paper="arXiv 2406.11430", phase="end of prompt", budget="20%")
 @dataclass(frozen=True, kw_only=True)
 class KNorm(ScoredEvictor, heads="own", query_aware=False, fixed_counts=True):
-    """Keep the entries with the smallest L2 norms of keys; the paper recommends ``skip_layers=2``."""
+    """Keep the entries with the smallest key norms; uses no queries.
+
+    The paper recommends ``skip_layers=2``.
+    """
 
     def scores(self, ctx: LayerContext) -> Tensor:
         return -ctx.keys.to(score_dtype(ctx.keys.dtype)).norm(dim=-1)

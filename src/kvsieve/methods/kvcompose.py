@@ -30,17 +30,10 @@ from kvsieve.types import LayerContext, Selection
 _STATE = "kvcompose"
 
 
-@register_method(
-    "kvcompose",
-    title="KVCompose",
-    paper="arXiv 2509.05165",
-    phase="end of prompt",
-    summary="Keep each head's entries that a second reading of the context attends to; layers share one budget.",
-    budget="30%",
-)
+@register_method("kvcompose", title="KVCompose", paper="arXiv 2509.05165", phase="end of prompt", budget="30%")
 @dataclass(frozen=True, kw_only=True)
 class KVCompose(ProbingEvictor, heads="all", takes_quotas=True, query_aware=False):
-    """Keep the entries that a second reading of the context attends to, layers of different sizes.
+    """Keep each head's entries that a second reading of the context attends to; layers share one budget.
 
     budget: entries per layer and KV head, on average over layers. chunk_length: tokens read again at once. skip_layers:
     layers that keep all, not counted.

@@ -25,17 +25,10 @@ from kvsieve.planning.roles import Branch, ProbePasses
 from kvsieve.types import LayerContext
 
 
-@register_method(
-    "kvsquared",
-    title="KV-Squared",
-    paper="NVIDIA/kvpress",
-    phase="end of prompt",
-    summary="KVzip that feeds only the tokens with unusual keys again; for any question.",
-    budget="30%",
-)
+@register_method("kvsquared", title="KV-Squared", paper="NVIDIA/kvpress", phase="end of prompt", budget="30%")
 @dataclass(frozen=True, kw_only=True)
 class KVSquared(ReconstructionEvictor, heads="all", ragged=True, takes_quotas=True, query_aware=False):
-    """Keep the entries that the tokens with the most unusual keys attend to, chunk by chunk.
+    """KVzip that feeds only the tokens with unusual keys again; for any question.
 
     budget: entries per layer and KV head, including the prefix, on average over layers and heads unless ``uniform``.
     prefix: first tokens that always stay, at least 1. chunk_length: tokens of a chunk. fed_share: share of a chunk's

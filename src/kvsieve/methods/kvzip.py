@@ -29,17 +29,10 @@ from kvsieve.planning.roles import Branch, ProbePasses
 _LEAD = 8
 
 
-@register_method(
-    "kvzip",
-    title="KVzip",
-    paper="arXiv 2505.23416",
-    phase="end of prompt",
-    summary="Keep the entries the model needs to repeat its context, for any question.",
-    budget="30%",
-)
+@register_method("kvzip", title="KVzip", paper="arXiv 2505.23416", phase="end of prompt", budget="30%")
 @dataclass(frozen=True, kw_only=True)
 class KVzip(ReconstructionEvictor, RepeatingEvictor, heads="all", ragged=True, takes_quotas=True, query_aware=False):
-    """Keep the entries that the model needs to repeat its context.
+    """Keep the entries the model needs to repeat its context, for any question.
 
     budget: entries per layer and KV head, including the prefix, on average over layers and heads unless ``uniform``.
     prefix: first tokens that always stay, such as a system prompt, at least 1. chunk_length: tokens repeated at once.

@@ -28,17 +28,10 @@ from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext
 
 
-@register_method(
-    "lacache",
-    title="LaCache",
-    paper="arXiv 2507.14204",
-    phase="end of prompt, decode",
-    summary="Keep sinks, recent entries and a ladder: positions that shift from layer to layer, older text sparser.",
-    budget="50%",
-)
+@register_method("lacache", title="LaCache", paper="arXiv 2507.14204", phase="end of prompt, decode", budget="50%")
 @dataclass(frozen=True, kw_only=True)
 class LaCache(ScoredEvictor, heads="own", query_aware=False):
-    """Keep sinks, and of older text other positions in each layer.
+    """Keep sinks, recent entries and a ladder: positions that shift from layer to layer, older text sparser.
 
     sinks: first tokens, always kept. span: S, layers that keep a token, from 1 to one below the model's; None for half
     of the layers. overlap: O, layers that two adjacent tokens share, below the span. Layers of `skip_layers` do not

@@ -42,17 +42,10 @@ from kvsieve.types import LayerContext, Selection, When
 Variant = Literal["lag", "local", "l2"]
 
 
-@register_method(
-    "lagkv",
-    title="LagKV",
-    paper="arXiv 2504.04704",
-    phase="end of prompt, decode",
-    summary="Keep the entries that deviate most from the range of the next ones; uses no queries.",
-    budget="25%",
-)
+@register_method("lagkv", title="LagKV", paper="arXiv 2504.04704", phase="end of prompt, decode", budget="25%")
 @dataclass(frozen=True, kw_only=True)
 class LagKV(Evictor, heads="own", query_aware=False, fixed_counts=True, remembers=True):
-    """Score each partition of `lag` entries relative to the next, and keep its best per KV head.
+    """Keep the entries that deviate most from the range of the next ones; uses no queries.
 
     budget: entries left after the prompt, including sinks, last partition and remainder. sinks: S first tokens, always
     kept. lag: L, entries per partition. variant: see the module. chunks: also evict between the chunks of a chunked

@@ -35,17 +35,10 @@ class LokiSetting(Setting):
     fitted: int = 0
 
 
-@register_method(
-    "loki",
-    title="Loki",
-    paper="arXiv 2406.02542",
-    phase="decode",
-    summary="Read the entries with the highest logits, estimated in the keys' principal components.",
-    budget=512,
-)
+@register_method("loki", title="Loki", paper="arXiv 2406.02542", phase="decode", budget=512)
 @dataclass(frozen=True, kw_only=True)
 class Loki(BudgetReader, static_shapes=True):
-    """Attend to the entries with the highest logits in few principal components of the keys.
+    """Read the entries with the highest logits, estimated in the keys' principal components.
 
     part: share of the components that estimates use, all of the budget being entries; None: half of the budget each.
     per_query_head: a choice for each query head, not one for those that share a KV head.

@@ -18,16 +18,10 @@ from kvsieve.methods.block_prefill import BlockPrefill, check_share
 from kvsieve.planning.registry import register_method
 
 
-@register_method(
-    "minference",
-    title="MInference",
-    paper="arXiv 2407.02490",
-    phase="prefill",
-    summary="Prefill attends along vertical and slash lines, found from the last queries.",
-)
+@register_method("minference", title="MInference", paper="arXiv 2407.02490", phase="prefill")
 @dataclass(frozen=True, kw_only=True)
 class MInference(BlockPrefill, heads="own"):
-    """Attend along the lines that the last queries attend to.
+    """Prefill attends along vertical and slash lines, found from the last queries.
 
     vertical: share of key blocks that all queries attend to. slash: share of distances that they attend to. last:
     queries at the end of a pass that find the lines.

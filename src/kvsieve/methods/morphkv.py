@@ -23,17 +23,10 @@ from kvsieve.planning.registry import register_method
 from kvsieve.types import AttentionQueries, LayerContext
 
 
-@register_method(
-    "morphkv",
-    title="MorphKV",
-    paper="arXiv 2503.00979",
-    phase="end of prompt, decode",
-    summary="Keep recent entries and the older ones that their queries attend to, after every token.",
-    budget="20%",
-)
+@register_method("morphkv", title="MorphKV", paper="arXiv 2503.00979", phase="end of prompt, decode", budget="20%")
 @dataclass(frozen=True, kw_only=True)
 class MorphKV(ScoredEvictor, needs=("uncapped",), heads="own", query_aware=True):
-    """Keep a recent window and the older entries that its queries attend to.
+    """Keep recent entries and the older ones that their queries attend to, after every token.
 
     window: R, newest entries, always kept. fusion: "sum" or "max" of the queries' weights.
     """

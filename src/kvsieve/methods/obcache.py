@@ -28,17 +28,11 @@ from kvsieve.types import LayerContext
 
 
 @register_method(
-    "obcache",
-    title="OBCache",
-    paper="arXiv 2510.07651",
-    phase="end of prompt",
-    derive=defaults.pooling,
-    summary="Keep the entries without which the last queries' attention outputs would change most.",
-    budget="20%",
+    "obcache", title="OBCache", paper="arXiv 2510.07651", phase="end of prompt", derive=defaults.pooling, budget="20%"
 )
 @dataclass(frozen=True, kw_only=True)
 class OBCache(SnapKV, heads="own", query_aware=True, fixed_counts=True):
-    """Keep the entries with the largest effect on the outputs of the prompt's last `window` queries.
+    """Keep the entries without which the last queries' attention outputs would change most.
 
     form: what is zeroed: the "value", the "key", or "joint" for both. The rest as in SnapKV; ``kernel=1`` is the
     paper's form over H2O.

@@ -34,14 +34,14 @@ FILTERS, LAYERS = (2, 8, 18), 32
     title="OmniKV",
     paper="openreview ulCAPXYXfa",
     phase="decode",
-    summary="Choose tokens in few filter layers, by the attention of any head; all heads of later layers read them.",
     budget="6.7%",
     derive=lambda model, digits: {"share": "/".join(str(filter_at(layer, model.layers)) for layer in FILTERS)},
 )
 @dataclass(frozen=True, kw_only=True)
 class OmniKV(BudgetReader, heads="all", static_shapes=True):
-    """Attend to the tokens that the filter layer before has chosen. share: the filters, or layers per filter.
+    """Choose tokens in few filter layers, by the attention of any head; all heads of later layers read them.
 
+    share: the filters, or layers per filter.
     wait: layers after each filter that attend to everything.
     """
 

@@ -23,16 +23,10 @@ from kvsieve.planning.registry import register_method
 _PLACES = 1 << 16
 
 
-@register_method(
-    "outlier",
-    title="KVQuant, GEAR",
-    paper="arXiv 2401.18079, 2403.05527",
-    phase="storage",
-    summary="Quantize like kivi, and store outliers separately.",
-)
+@register_method("outlier", title="KVQuant, GEAR", paper="arXiv 2401.18079, 2403.05527", phase="storage")
 @dataclass(frozen=True, kw_only=True)
 class Outlier(KIVI, heads="own"):
-    """Encode keys per channel and values per token, and store outliers separately.
+    """Quantize like kivi, and store outliers separately.
 
     share: numbers of a block that are outliers; 32 bits each.
     """

@@ -34,18 +34,12 @@ from kvsieve.planning.roles import PagedReader
 from kvsieve.types import AttentionQueries
 
 
-@register_method(
-    "quest",
-    title="Quest",
-    paper="arXiv 2406.10774",
-    phase="decode",
-    summary="Read the pages of entries with the highest bounds on attention; evict nothing.",
-    budget=512,
-)
+@register_method("quest", title="Quest", paper="arXiv 2406.10774", phase="decode", budget=512)
 @dataclass(frozen=True, kw_only=True)
 class Quest(BudgetReader, PagedReader, static_shapes=True):
-    """Attend to the pages with the highest bounds. page: entries per page, None to spend half the budget on bounds.
+    """Read the pages of entries with the highest bounds on attention; evict nothing.
 
+    page: entries per page, None to spend half the budget on bounds.
     per_query_head: a set for each query head, not one for those that share a KV head.
     means: weigh a page by the logit of its mean key, not by its bound.
     """

@@ -24,16 +24,11 @@ from kvsieve.types import LayerContext
 
 
 @register_method(
-    "random",
-    title="Random Attention",
-    paper="arXiv 2609.03430",
-    phase="end of prompt, decode",
-    summary="Keep recent entries and a random sample of the others, drawn per head: the baseline for long answers.",
-    budget="20%",
+    "random", title="Random Attention", paper="arXiv 2609.03430", phase="end of prompt, decode", budget="20%"
 )
 @dataclass(frozen=True, kw_only=True)
 class Random(ScoredEvictor, heads="own", query_aware=False):
-    """Keep the most recent entries and a uniform random sample of the others, per KV head.
+    """Keep recent entries and a random sample of the others, drawn per head: the baseline for long answers.
 
     recent: newest entries, always kept, at least 0. seed: of the draws; the same one keeps the same entries.
     """

@@ -24,17 +24,10 @@ from kvsieve.types import LayerContext, Selection
 _NAMES = ("mass", "squares", "queries")
 
 
-@register_method(
-    "roco",
-    title="RoCo",
-    paper="arXiv 2402.06262",
-    phase="end of prompt, decode",
-    summary="Evict the entries with the least mean attention among those where it varies least.",
-    budget="20%",
-)
+@register_method("roco", title="RoCo", paper="arXiv 2402.06262", phase="end of prompt, decode", budget="20%")
 @dataclass(frozen=True, kw_only=True)
 class RoCo(ScoredEvictor, heads="own", query_aware=True):
-    """Evict entries of low mean attention among those of low deviation.
+    """Evict the entries with the least mean attention among those where it varies least.
 
     recent: share of the budget that is no candidate, those with the largest deviations, in [0, 1]. newest, sinks: last
     and first entries that always stay.

@@ -33,16 +33,10 @@ from kvsieve.methods.codecs import BlockCodec
 from kvsieve.planning.registry import register_method
 
 
-@register_method(
-    "rotated",
-    title="QuaRot, TurboQuant",
-    paper="arXiv 2404.00456, 2504.19874",
-    phase="storage",
-    summary="Rotate at random, then quantize to the best levels for normally distributed numbers.",
-)
+@register_method("rotated", title="QuaRot, TurboQuant", paper="arXiv 2404.00456, 2504.19874", phase="storage")
 @dataclass(frozen=True, kw_only=True)
 class Rotated(BlockCodec, heads="own"):
-    """Encode keys and values per token, randomly rotated, with the best scalar codebook.
+    """Rotate at random, then quantize to the best levels for normally distributed numbers.
 
     bits: 2, 3 or 4.
     key_bits: of keys, 2, 3 or 4; None for `bits`.

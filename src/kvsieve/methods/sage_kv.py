@@ -20,17 +20,10 @@ from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext, Selection
 
 
-@register_method(
-    "sagekv",
-    title="SAGE-KV",
-    paper="arXiv 2503.08879",
-    phase="end of prompt",
-    summary="Keep sinks, recent tokens and those the last token attends to; `every` rolls the window while decoding.",
-    budget="20%",
-)
+@register_method("sagekv", title="SAGE-KV", paper="arXiv 2503.08879", phase="end of prompt", budget="20%")
 @dataclass(frozen=True, kw_only=True)
 class SageKV(ScoredEvictor, heads="own", query_aware=True):
-    """Keep sinks, a recent window, and the entries between them that the last token attends to.
+    """Keep sinks, recent tokens and those the last token attends to; `every` rolls the window while decoding.
 
     sinks: first tokens, always kept, at least 0. recent: share of the budget for the most recent entries, in [0, 1];
     the last token stays in any case. every: roll the window each time this many tokens have been generated.

@@ -24,17 +24,10 @@ from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext, Selection
 
 
-@register_method(
-    "simlayerkv",
-    title="SimLayerKV",
-    paper="arXiv 2410.13846",
-    phase="end of prompt",
-    summary="Keep sinks and recent tokens in layers whose last queries attend to little else, and all in the others.",
-    budget=1028,
-)
+@register_method("simlayerkv", title="SimLayerKV", paper="arXiv 2410.13846", phase="end of prompt", budget=1028)
 @dataclass(frozen=True, kw_only=True)
 class SimLayerKV(StreamingLLM, heads="all", query_aware=True):
-    """Keep the first and the most recent entries in lazy layers, everything in the others.
+    """Keep sinks and recent tokens in layers whose last queries attend to little else, and all in the others.
 
     budget: entries of a lazy layer, `sinks` included. threshold: share of attention above which a layer is lazy, in
     [0, 1]. observed: last queries of the prompt that are looked at, at least 1.

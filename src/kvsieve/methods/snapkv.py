@@ -25,17 +25,11 @@ from kvsieve.types import LayerContext
 
 
 @register_method(
-    "snapkv",
-    title="SnapKV",
-    paper="arXiv 2404.14469",
-    phase="end of prompt",
-    derive=defaults.pooling,
-    summary="Keep the entries that the end of the prompt attends to.",
-    budget="20%",
+    "snapkv", title="SnapKV", paper="arXiv 2404.14469", phase="end of prompt", derive=defaults.pooling, budget="20%"
 )
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(ScoredEvictor, heads="own", query_aware=True, fixed_counts=True):
-    """Keep the entries that the prompt's last `window` queries attend to, and those queries' own entries.
+    """Keep the entries that the end of the prompt attends to.
 
     window: W, the observing queries at the prompt's end, always kept, at least 1.
     kernel: odd width of the pooling; a wider one keeps fewer, longer passages. "auto": a sixth of the kept entries, 7

@@ -28,17 +28,10 @@ from kvsieve.planning.registry import register_method
 from kvsieve.types import AttentionQueries
 
 
-@register_method(
-    "sparq",
-    title="SparQ",
-    paper="arXiv 2312.04985",
-    phase="decode",
-    summary="Read the entries with the highest attention, estimated from few channels; add the mean of all values.",
-    budget=512,
-)
+@register_method("sparq", title="SparQ", paper="arXiv 2312.04985", phase="decode", budget=512)
 @dataclass(frozen=True, kw_only=True)
 class SparQ(BudgetReader, static_shapes=True):
-    """Attend to the entries with the highest logits estimated from few channels.
+    """Read the entries with the highest attention, estimated from few channels; add the mean of all values.
 
     mean_value: blend in the mean of values, in layers that choose. per_query_head: a choice for each query head, not
     one for those that share a KV head.

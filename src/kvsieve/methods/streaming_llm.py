@@ -16,17 +16,10 @@ from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext
 
 
-@register_method(
-    "streamingllm",
-    title="StreamingLLM",
-    paper="arXiv 2309.17453",
-    phase="end of prompt",
-    summary="Keep attention sinks and the most recent tokens; `every` rolls the window while decoding.",
-    budget="20%",
-)
+@register_method("streamingllm", title="StreamingLLM", paper="arXiv 2309.17453", phase="end of prompt", budget="20%")
 @dataclass(frozen=True, kw_only=True)
 class StreamingLLM(ScoredEvictor, heads="own", query_aware=False, fixed_counts=True):
-    """Keep `sinks` first tokens and fill the rest of the budget with the last ones.
+    """Keep attention sinks and the most recent tokens; `every` rolls the window while decoding.
 
     sinks: tokens kept at the start of the row, at least 0.
     """

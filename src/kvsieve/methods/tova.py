@@ -17,17 +17,10 @@ from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext
 
 
-@register_method(
-    "tova",
-    title="TOVA",
-    paper="arXiv 2401.06104",
-    phase="end of prompt, decode",
-    summary="Keep the entries the newest token attends to, one set per layer, while decoding, too.",
-    budget="20%",
-)
+@register_method("tova", title="TOVA", paper="arXiv 2401.06104", phase="end of prompt, decode", budget="20%")
 @dataclass(frozen=True, kw_only=True)
 class TOVA(ScoredEvictor, heads="all", query_aware=True):
-    """Keep, per layer, the entries that the newest token attends to."""
+    """Keep the entries the newest token attends to, one set per layer, while decoding, too."""
 
     every: int | None = 1
 

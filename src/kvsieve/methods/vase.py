@@ -30,17 +30,10 @@ _SINKS = 4
 _KERNEL = 5
 
 
-@register_method(
-    "vase",
-    title="VaSE",
-    paper="arXiv 2606.03928",
-    phase="end of prompt, decode",
-    summary="Keep recent entries and those with the largest values, and sample the others by their attention.",
-    budget="20%",
-)
+@register_method("vase", title="VaSE", paper="arXiv 2606.03928", phase="end of prompt, decode", budget="20%")
 @dataclass(frozen=True, kw_only=True)
 class VaSE(ScoredEvictor, heads="own", query_aware=True):
-    """Keep the newest entries and the largest values; sample the rest in proportion to recent attention.
+    """Keep recent entries and those with the largest values, and sample the others by their attention.
 
     window: W, newest entries, always kept, whose queries weigh the others. large: entries with the largest values,
     always kept; the first four entries count among them. seed: of the draws.

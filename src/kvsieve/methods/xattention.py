@@ -24,16 +24,10 @@ from kvsieve.planning.registry import register_method
 _PART = 16
 
 
-@register_method(
-    "xattention",
-    title="XAttention",
-    paper="arXiv 2503.16428",
-    phase="prefill",
-    summary="Prefill attends to the blocks with the largest sums over antidiagonals.",
-)
+@register_method("xattention", title="XAttention", paper="arXiv 2503.16428", phase="prefill")
 @dataclass(frozen=True, kw_only=True)
 class XAttention(BlockPrefill, heads="own"):
-    """Attend to the blocks with `threshold` of the weight estimated by antidiagonals.
+    """Prefill attends to the blocks with the largest sums over antidiagonals.
 
     threshold: share of the estimated weight to compute, for each query block and head.
     stride: queries and keys of a tile with one antidiagonal; it divides `block`.
