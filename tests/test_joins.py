@@ -77,6 +77,6 @@ def test_spans_out_of_place_are_refused(spans):
 
 def test_a_taken_name_and_a_class_without_one_are_refused():
     with pytest.raises(PlanError, match="registered already"):
-        register_join("Link", title="", paper="", summary="")(Fixed)
+        register_join("Link", title="", paper="")(Fixed)
     with pytest.raises(PlanError, match="no registered join"):
         _ = Fixed().spec

@@ -148,7 +148,7 @@ class JoinInfo:
         name: of the join.
         title: name in the paper.
         paper: its source, e.g. "arXiv 2410.15332".
-        summary: a line for tables.
+        summary: the first line of its docstring, for tables.
         kind: its class.
     """
 
@@ -163,7 +163,7 @@ _JOINS: dict[str, JoinInfo] = {}
 J = TypeVar("J", bound=type[Join])
 
 
-def register_join(name: str, *, title: str, paper: str, summary: str) -> Callable[[J], J]:
+def register_join(name: str, *, title: str, paper: str) -> Callable[[J], J]:
     """Register the decorated class, a frozen dataclass derived from Join, under `name`; see JoinInfo.
 
     Raises PlanError for a name that is taken.
@@ -173,7 +173,7 @@ def register_join(name: str, *, title: str, paper: str, summary: str) -> Callabl
         key = canonical(name)
         if key in _JOINS:
             raise PlanError(f"a join named {name!r} is registered already, by {_JOINS[key].kind.__module__}")
-        _JOINS[key] = JoinInfo(name, title, paper, summary, kind)
+        _JOINS[key] = JoinInfo(name, title, paper, (kind.__doc__ or "").partition("\n")[0], kind)
         return kind
 
     return add

@@ -19,15 +19,10 @@ from kvsieve.errors import PlanError, short
 from kvsieve.planning.joins import ParallelJoin, register_join
 
 
-@register_join(
-    "ape",
-    title="APE",
-    paper="arXiv 2502.05431",
-    summary="Leave documents at the same positions; attend to them with a temperature and a scaling factor.",
-)
+@register_join("ape", title="APE", paper="arXiv 2502.05431")
 @dataclass(frozen=True, kw_only=True)
 class Ape(ParallelJoin):
-    """Leave documents at the same positions.
+    """Leave documents at the same positions; attend to them with a temperature and a scaling factor.
 
     temperature: T, by which the documents' logits are divided. scale: S, of the log-sum-exp of these, besides T.
     """

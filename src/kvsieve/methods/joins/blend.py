@@ -25,15 +25,10 @@ from kvsieve.methods.joins.shares import parse_share
 from kvsieve.planning.joins import SelectiveJoin, register_join
 
 
-@register_join(
-    "blend",
-    title="CacheBlend",
-    paper="arXiv 2405.16444",
-    summary="Prefill the tokens again that deviate most from a prefill in their places.",
-)
+@register_join("blend", title="CacheBlend", paper="arXiv 2405.16444")
 @dataclass(frozen=True, kw_only=True)
 class Blend(SelectiveJoin):
-    """Prefill the tokens of the highest KV deviation again.
+    """Prefill the tokens again that deviate most from a prefill in their places.
 
     share: of the tokens after the first document, those prefilled in every deeper layer; a share ("15%", 0.15).
     layer: 0-based, from 1, the last one that computes all tokens. first: share chosen after `layer`; deeper layers

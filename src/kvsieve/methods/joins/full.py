@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from kvsieve.planning.joins import Join, Span, register_join
 
 
-@register_join("full", title="Full", paper="-", summary="Prefill all documents in order: exact.")
+@register_join("full", title="Full", paper="-")
 @dataclass(frozen=True, kw_only=True)
 class Full(Join):
-    """Prefill everything in order."""
+    """Prefill all documents in order: exact."""
 
     def again(self, sizes: Sequence[int], start: int) -> list[Span]:
         return [(start, start + sum(sizes))]

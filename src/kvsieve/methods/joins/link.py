@@ -18,17 +18,12 @@ from kvsieve.methods.base import check_int
 from kvsieve.planning.joins import Join, Span, register_join
 
 
-@register_join(
-    "link",
-    title="LegoLink",
-    paper="arXiv 2410.15332",
-    summary="Prefill the first tokens of each document again, in its place.",
-)
+@register_join("link", title="LegoLink", paper="arXiv 2410.15332")
 @dataclass(frozen=True, kw_only=True)
 class Link(Join):
-    """Prefill the first tokens of every document but the first again.
+    """Prefill the first tokens of each document again, in its place.
 
-    tokens: of each document.
+    tokens: of each document but the first.
     shift: other entries are shifted; see `Join.shifts`.
     """
 

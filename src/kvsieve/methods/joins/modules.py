@@ -17,12 +17,7 @@ from dataclasses import dataclass
 from kvsieve.planning.joins import Join, register_join
 
 
-@register_join(
-    "modules",
-    title="Prompt Cache",
-    paper="arXiv 2311.04934",
-    summary="Concatenate the documents' entries; prefill nothing again.",
-)
+@register_join("modules", title="Prompt Cache", paper="arXiv 2311.04934")
 @dataclass(frozen=True, kw_only=True)
 class Modules(Join):
-    """Concatenate the documents' entries."""
+    """Concatenate the documents' entries; prefill nothing again."""

@@ -21,15 +21,10 @@ from kvsieve.methods.joins.shares import parse_share
 from kvsieve.planning.joins import AskedAttention, AskedJoin, register_join
 
 
-@register_join(
-    "prophet",
-    title="ProphetKV",
-    paper="arXiv 2602.02579",
-    summary="Prefill the tokens again that the question attends to most.",
-)
+@register_join("prophet", title="ProphetKV", paper="arXiv 2602.02579")
 @dataclass(frozen=True, kw_only=True)
 class Prophet(AskedJoin):
-    """Prefill the tokens again to which the question attends most.
+    """Prefill the tokens again that the question attends to most.
 
     share: of the tokens after the first document, those prefilled again; a share ("20%", 0.2).
     """

@@ -26,15 +26,10 @@ from kvsieve.planning.joins import AskedAttention, AskedJoin, register_join
 _LEAST = 1e-12
 
 
-@register_join(
-    "relevant",
-    title="Relevant documents",
-    paper="arXiv 2410.02642",
-    summary="Prefill the documents again that the question attends to most.",
-)
+@register_join("relevant", title="Relevant documents", paper="arXiv 2410.02642")
 @dataclass(frozen=True, kw_only=True)
 class Relevant(AskedJoin):
-    """Prefill the documents again, whole, to which the question attends most.
+    """Prefill the documents again that the question attends to most.
 
     documents: their number, one per round; the first document, exact in its place, takes no part.
     """
