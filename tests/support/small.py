@@ -74,6 +74,15 @@ PARAMETERS = {
 }
 
 
+# Methods that act while decoding too, under ``plan_of(name, model, every=3)``.
+ACTING = [
+    name
+    for name in kvsieve.list_methods()
+    if name in ("lagkv", "scope")
+    or ("every" in kvsieve.method_info(name).parameters and name not in ("lookahead", "mixed"))
+]
+
+
 def fill(model, seed=0):
     """Weights of a tiny model that depend on no release of transformers."""
     make = torch.Generator().manual_seed(seed)

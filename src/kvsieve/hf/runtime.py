@@ -27,7 +27,7 @@ from kvsieve.hf.forward.compact import reordered
 from kvsieve.hf.forward.one_by_one import StatesTransaction, feed_one_by_one
 from kvsieve.hf.forward.passes import cancel_session, open_session
 from kvsieve.hf.forward.request import PLAIN, ModelContext, PassRequest, PassResult, StopForward
-from kvsieve.hf.forward.scores import forget_scores
+from kvsieve.hf.forward.scores import forget_records, forget_scores
 from kvsieve.hf.forward.session import Session
 from kvsieve.hf.forward.transaction import AnswerSession, PassTransaction
 from kvsieve.hf.inputs import check_ids, check_no_media
@@ -131,6 +131,7 @@ class AttachedModel(Unpicklable):
             raise InputError(f"adopt takes a cache that sieve.new_cache() has made, got {short(cache)}")
         if cache.owner.why_not(self.decoder, cache.owner.plan, cache.owner.adapters) is None:
             forget_scores(cache, self.plan)
+            forget_records(cache, self.plan)
             cache.owner = self._owner(adopted=True)
         self.check_cache(cache)
         return cache

@@ -112,6 +112,7 @@ class Turn:
         new_tokens: tokens expected after the prompt, 0 if unknown.
         decoded: tokens generated since the prompt was complete.
         reordered: True once rows changed places, as beams do.
+        rearranged: True once entries were edited, joined or adopted: the plan has no records of the prompt.
         deferred: chunks of the prompt that wait at the propagator's source layer for the last one.
         reduced_before: turns so far that began after an earlier one had dropped something, this one included.
         drafted: float [B, N], a draft model's scores of the prompt's tokens, until it is complete; -inf for padding.
@@ -127,6 +128,7 @@ class Turn:
     new_tokens: int = 0
     decoded: int = 0
     reordered: bool = False
+    rearranged: bool = False
     deferred: list[DeferredChunk] = field(default_factory=list)
     reduced_before: int = 0
     drafted: Tensor | None = None

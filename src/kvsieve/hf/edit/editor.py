@@ -54,7 +54,8 @@ class Edited:
 class Editor:
     """Edits one cache; made by ``sieve.edit(cache, ids)``.
 
-    Every edit takes effect at once; a refused, failed or interrupted one leaves the cache as it was.
+    Every edit takes effect at once; a refused, failed or interrupted one leaves the cache as it was. The next token
+    begins a turn, even a single one, under a plan that acts on an answer by records of its prompt.
 
     Attributes:
         ids: int64 [1, N], the conversation in the cache.
@@ -306,7 +307,8 @@ def _move_records(cache: SieveCache, turn: Turn, target: Tensor, size: int) -> N
         later = ends[column:]
         return int(later[later >= 0].min())
 
-    conversation.turn = dataclasses.replace(turn, start=place(min(turn.start, len(target))), prompt_end=None)
+    start = place(min(turn.start, len(target)))
+    conversation.turn = dataclasses.replace(turn, start=start, prompt_end=None, rearranged=True)
     conversation.prompt_lengths = tuple(place(min(length, len(target))) for length in conversation.prompt_lengths)
     conversation.acted = tuple((place(start), place(end)) for start, end in conversation.acted)
     conversation.propagated = tuple(

@@ -91,17 +91,19 @@ def open_session(
     cache.touch()
     if cache.candidates and request == PLAIN and not cache.turn.reading:
         request = CANDIDATES
-    if request.phase is None and new > 1 and not cache.turn.reading:
-        cache.begin_turn()
-        warn_of_few(plan, cache, new)
-    if request.phase == "prefill":
-        cache.turn.reading = True
-    turn = cache.turn
-    prefill = turn.reading and request.phase != "decode"
-    if prefill and turn.prompt_end is None:
-        check_needs_no_driver(plan, turn)
-    step, tokens, order = _facts_of(cache, call, fed, request, prefill=prefill)
-    check_step(plan, cache, step, tokens.counts)
+    begins = request.phase is None and not cache.turn.reading and (new > 1 or _lacks_records(plan, cache))
+    with _turn_kept(cache) if begins else contextlib.nullcontext():
+        if begins:
+            cache.begin_turn()
+            warn_of_few(plan, cache, new)
+        if request.phase == "prefill":
+            cache.turn.reading = True
+        turn = cache.turn
+        prefill = turn.reading and request.phase != "decode"
+        if prefill and turn.prompt_end is None:
+            check_needs_no_driver(plan, turn)
+        step, tokens, order = _facts_of(cache, call, fed, request, prefill=prefill)
+        check_step(plan, cache, step, tokens.counts)
     if request.tentative:
         check_tentative(cache, request, step, tokens.counts)
     source = (
@@ -256,6 +258,25 @@ def cancel_session(session: Session) -> None:
         _ACTIVE.set(session.outer)
     for one in session.rows if isinstance(session, RowsSession) else [session]:
         one.cache.status = "ready"
+
+
+@contextlib.contextmanager
+def _turn_kept(cache: SieveCache) -> Iterator[None]:
+    """Leave a cache in the turn that it is in if a pass that begins another is refused."""
+    turn = cache.turn
+    views = {index: layer.view for index, layer in cache.sieve_layers.items()}
+    try:
+        yield
+    except BaseException:
+        cache.conversation.turn = turn
+        for index, view in views.items():
+            cache.sieve_layers[index].view = view
+        raise
+
+
+def _lacks_records(plan: Plan, cache: SieveCache) -> bool:
+    """Return True if a plan would act on an answer by records of its prompt, and has none; see Turn.rearranged."""
+    return cache.turn.rearranged and (plan.when.steps is not None or plan.is_view)
 
 
 def _plan_of_pass(plan: Plan, cache: SieveCache, new: int, request: PassRequest) -> Plan:

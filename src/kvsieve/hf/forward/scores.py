@@ -1,4 +1,4 @@
-"""Scores of stored entries, for readers that choose by what they have observed."""
+"""Scores of stored entries, for readers that choose by what they have observed; records of evictors."""
 
 from __future__ import annotations
 
@@ -16,6 +16,16 @@ def forget_scores(cache: SieveCache, plan: Plan) -> None:
     if own.scores_entries and own.read != plan.read:
         for layer in cache.sieve_layers.values():
             layer.store.forget_scores()
+
+
+def forget_records(cache: SieveCache, plan: Plan) -> None:
+    """Let a cache that goes to another plan forget the records of its own evictor, unless both have the same."""
+    if cache.owner.plan.evict == plan.evict:
+        return
+    for layer in cache.sieve_layers.values():
+        layer.state = {}
+    if not cache.turn.reading:
+        cache.turn.rearranged = True
 
 
 def add_scores(reader: Reader, ctx: LayerContext, layer: SieveLayer) -> None:

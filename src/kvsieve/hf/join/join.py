@@ -220,6 +220,7 @@ class Joining:
         turn.record = TurnRecord()
         if self.reader.ends:
             turn.reading = False
+            turn.rearranged = True
             turn.record.prompt_tokens = self.seen
             turn.record.kept = {index: layer.store.entries for index, layer in cache.sieve_layers.items()}
             conversation.prompt_lengths = (self.seen,)

@@ -115,7 +115,7 @@ def unpacked(value: Any, tensors: dict[str, Tensor], device: torch.device, readi
     fields = {field.name: field for field in dataclasses.fields(_RECORDS[kind])}
     later = {
         "Conversation": {"acted", "tables", "ends", "position_shift", "ids", "approximate", "edits", "parallel"},
-        "Turn": {"length"},
+        "Turn": {"length", "rearranged"},
         "TurnRecord": {"blocks", "reread"},
         "EditRecord": {"alone"},
     }.get(kind, set())
