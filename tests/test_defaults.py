@@ -247,3 +247,40 @@ def test_the_grids_methods_are_those_of_the_committed_results():
         before = known[each["label"], each["budget"]]
         changed = {name: v for name, v in before["parameters"].items() if each["parameters"].get(name) != v}
         assert not changed, each["label"]
+
+
+POOLED = [name for name in kvsieve.list_methods() if kvsieve.method_info(name).derive is not None]
+POOLED = [name for name in POOLED if {"window", "budget"} <= kvsieve.method_info(name).parameters.keys()]
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_half_of_a_small_budget_is_more_than_the_window(model, home, name):
+    plan = kvsieve.plan(name, budget=20)
+    given = kvsieve.method_info(name).parameters["window"]
+    assert plan.window == min(10, given) and plan.for_model(model).window <= 10
+    assert Plan.from_dict(plan.to_dict()).for_model(model).filled == plan.for_model(model).filled
+    with pytest.raises(PlanError, match=rf"(?i)^{name}: a budget of 20 entries is too small, at least 33 are needed"):
+        kvsieve.plan(name, budget=20, window=32)
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "message"),
+    [
+        ("fastkv", {"tsp_rate": 4}, "fastkv: a tsp_rate of 4"),
+        ("adakv", {"kernel": 2}, "adakv: kernel must be"),
+        ("pyramidinfer", {"budget": 9, "window": 9}, "pyramidinfer: a budget of 9"),
+        ("d2o", {"recent": 3}, "d2o: "),
+        ("snapkv", {"kernel": 2}, "SnapKV: kernel must be"),
+    ],
+)
+def test_errors_of_named_plans_name_the_method(method, given, message):
+    with pytest.raises(PlanError, match=f"^{message}"):
+        kvsieve.plan(method, **given)
+
+
+def test_errors_at_a_model_name_the_method(model):
+    with (
+        pytest.raises(PlanError, match="^fastkv: skip_layers=99 lies outside"),
+        kvsieve.attach(model, kvsieve.plan("fastkv", skip_layers=99, tsp_layer=1)),
+    ):
+        pass

@@ -12,6 +12,7 @@ from kvsieve import Plan
 from kvsieve.errors import PlanError
 from kvsieve.lab.eval.cells import settings
 from kvsieve.methods import TSP, SnapKV
+from kvsieve.planning.defaults import pooling
 from kvsieve.planning.profiles import Fingerprint, Profile, load_profile, shipped_profiles
 from kvsieve.planning.settled import all_parameters
 from tiny import tiny_model, tiny_prompt
@@ -163,3 +164,17 @@ def test_shipped_profiles_are_whole(name):
         assert plan.profile == shape
         if plan.propagate is not None:
             assert 0 <= plan.propagate.source(shape.layers) < shape.layers - 1
+
+
+@pytest.mark.parametrize("name", shipped_profiles())
+def test_methods_that_are_newer_than_a_profile_take_its_pooling(name):
+    profile = load_profile(name)
+    pooled = {key: profile.parameters["snapkv"][key] for key in ("window", "kernel", "pooling")}
+    takers = [info for info in map(kvsieve.method_info, kvsieve.list_methods()) if info.derive is pooling]
+    takers = [info for info in takers if pooled.keys() <= info.parameters.keys()]
+    assert {"criticaladakv", "mixed", "obcache"} <= {info.name for info in takers}
+    for info in takers:
+        filled = kvsieve.plan(info.name).for_model(profile.fingerprint).filled.values
+        assert pooled.items() <= filled.items() or info.name in profile.parameters, info.name
+        given = all_parameters(info.name, {"profile": name})
+        assert pooled.items() <= given.items() or info.name in profile.parameters, info.name

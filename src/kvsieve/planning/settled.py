@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvsieve.errors import PlanError
 from kvsieve.planning.budget import Budget
-from kvsieve.planning.defaults import PAPER, digits_per_token, paper_model, published
-from kvsieve.planning.loading import PROVIDED
+from kvsieve.planning.defaults import PAPER, digits_per_token, paper_model, pooling, published
+from kvsieve.planning.loading import PROVIDED, REGISTERED, canonical
 from kvsieve.planning.parameters import inherited_fields
 from kvsieve.planning.plans import ROLES, Plan
 from kvsieve.planning.profiles import Fingerprint, Profile, load_profile, profiles_of
@@ -22,10 +23,12 @@ from kvsieve.planning.registry import (
     method_of,
     shared_options,
 )
-from kvsieve.planning.roles import Codec, Evictor, Role, SparsePrefill, base_of, with_floor
+from kvsieve.planning.roles import Codec, Evictor, Role, SparsePrefill, base_of, role_class, with_floor
 from kvsieve.planning.unset import SettledParameters
 
 _DERIVED = "the model's depth and tokenizer"
+# Parameters that calibration finds for all methods which pool a window's attention.
+_POOLING = frozenset({"window", "kernel", "pooling"})
 
 
 def settled(plan: Plan, model: Any, tokenizer: Any) -> Plan:
@@ -53,7 +56,10 @@ def plan_of(info: MethodInfo, arguments: Mapping[str, Any]) -> Plan:
     floor = parameters.get("floor")
     if "floor" not in inspect.signature(info.make).parameters:
         parameters.pop("floor", None)
-    plan = info.make(**parameters)
+    if "window" not in arguments and _fits_window(info):
+        parameters = _with_small_window({"window": info.parameters["window"], **parameters}, parameters.get("budget"))
+    with named_as(info.name):
+        plan = info.make(**parameters)
     changed: dict[str, Any] = {}
     parts: dict[str, Role | None] = {"evict": plan.evict, "read": plan.read}
     for role, part in parts.items():
@@ -64,6 +70,33 @@ def plan_of(info: MethodInfo, arguments: Mapping[str, Any]) -> Plan:
     if floor is not None:
         plan = dataclasses.replace(plan, **{role: with_floor(vars(plan)[role], floor) for role in plan.roles})
     return dataclasses.replace(plan, name=info.name, profile=profile.fingerprint if profile else plan.profile)
+
+
+def _fits_window(info: MethodInfo) -> bool:
+    """Return True if the window of a method comes with the model, unless it is given."""
+    origin = info if info.parent is None else method_info(info.parent)
+    return origin.derive is not None and "window" in info.of_parent({"window": 0}) and "window" in info.parameters
+
+
+def _with_small_window(values: Mapping[str, Any], budget: Any) -> dict[str, Any]:
+    """Return parameters with a window that leaves half of a budget in tokens; unchanged without one."""
+    tokens = None if budget is None else Budget.parse(budget).tokens
+    if tokens is None or "window" not in values:
+        return dict(values)
+    return {**values, "window": max(1, min(values["window"], tokens // 2))}
+
+
+@contextlib.contextmanager
+def named_as(name: str) -> Iterator[None]:
+    """Let a PlanError that begins with the name of another role's class begin with that of a method."""
+    try:
+        yield
+    except PlanError as error:
+        owner, _, rest = str(error).partition(": ")
+        known = canonical(name)
+        if not rest or role_class(owner) is None or canonical(owner) == known or known not in REGISTERED:
+            raise
+        raise PlanError(f"{name}: {rest}") from error
 
 
 def with_merge(plan: Plan, rule: str | None) -> Plan:
@@ -169,11 +202,9 @@ def _on_model(info: MethodInfo, arguments: Mapping[str, Any], model: Fingerprint
     paper = {name: value for name, value in paper.items() if name not in measured and name not in arguments}
     measured = {name: value for name, value in measured.items() if name not in arguments}
     derived = {name: value for name, value in derived.items() if not {name} & {*arguments, *measured, *paper}}
-    tokens = Budget.parse(arguments["budget"]).tokens if arguments.get("budget") is not None else None
-    for values in (derived, paper, measured):
-        if tokens is not None and "window" in values:
-            # A small budget should not be used up by the window.
-            values["window"] = max(1, min(values["window"], tokens // 2))
+    derived, paper, measured = (
+        _with_small_window(values, arguments.get("budget")) for values in (derived, paper, measured)
+    )
     parts = []
     try:
         check_parameters(info, measured)
@@ -221,10 +252,16 @@ def _profile_for(info: MethodInfo, model: Fingerprint) -> tuple[str, Profile | N
 
 
 def held_parameters(info: MethodInfo, profile: Profile) -> dict[str, Any] | None:
-    """Return a profile's parameters for a method, else for its base class's method, else None."""
-    if info.name not in profile.parameters and info.parent is not None and info.parent in profile.parameters:
-        return info.of_parent(profile.parameters[info.parent])
-    return dict(profile.parameters[info.name]) if info.name in profile.parameters else None
+    """Return a profile's parameters for a method, else for its base class's method, else its pooling, else None."""
+    if info.name in profile.parameters:
+        return dict(profile.parameters[info.name])
+    if info.parent is not None:
+        found = held_parameters(method_info(info.parent), profile)
+        return None if found is None else info.of_parent(found)
+    # Methods that are newer than the profile; calibration gives them SnapKV's.
+    pooled = profile.parameters.get("snapkv", {})
+    takes = info.derive is pooling and info.parameters.keys() & pooled.keys() >= _POOLING
+    return {name: pooled[name] for name in pooled.keys() & _POOLING} if takes else None
 
 
 def profiled(info: MethodInfo, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], Profile | None]:

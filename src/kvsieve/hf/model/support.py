@@ -15,6 +15,7 @@ from kvsieve.planning.plans import Plan
 from kvsieve.planning.profiles import Fingerprint
 from kvsieve.planning.registry import list_methods, method_info
 from kvsieve.planning.roles import ChunkedEvictor, Codec, Role, parts_of
+from kvsieve.planning.settled import named_as
 
 # Fields of a decoder's config that announce something attention would have to honour, and why it cannot yet.
 _TELLING_FIELDS = {
@@ -187,8 +188,9 @@ def check_model(model: Any, plan: Plan) -> None:
         others = ", ".join(methods_for(model))
         way_out = f"Methods that run on it: {others}." if others else "`kvsieve models` lists what is supported."
         raise UnsupportedModelError(f"{type(model).__name__} cannot run {plan.name!r}: {reason}. {way_out}")
-    for role in plan.roles:
-        vars(plan)[role].check(text_config(model).num_hidden_layers)
+    with named_as(plan.name):
+        for role in plan.roles:
+            vars(plan)[role].check(text_config(model).num_hidden_layers)
     _check_arrays(model, plan)
     found = Fingerprint.of(model) if plan.profile is not None else None
     if found is not None and plan.profile is not None and found != plan.profile:
