@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -149,7 +150,7 @@ REFUSED = {
     "a prefill's parameter": (["chat", "--prefill", "xattention:threshold=2"], "threshold must be above 0"),
     "a budget": (["run", "--prompt", "w1", "--budget", "ten"], "neither a share like '20%'"),
     "a share": (["run", "--prompt", "w1", "--budget", "150%"], "must lie in (0, 1]"),
-    "a budget below the window": (["chat", "--method", "snapkv", "--budget", "5"], "at least 33 are needed"),
+    "a budget below the window": (["chat", "--method", "snapkv:window=32", "--budget", "5"], "at least 33 are needed"),
     "an evaluated budget": (["eval", "--out", "x", "--budgets", "10%,0%"], "must lie in (0, 1]"),
     "a budget of memory": (["run", "--prompt", "w1", "--budget", "2GX"], "unknown unit 'GX'"),
     "a calibrated budget": (["calibrate", "--budget", "0"], "at least 1 entry"),
@@ -292,3 +293,31 @@ if models_table.shipped_rows(metadata.version("transformers")) is not None:
 """
     ran = python("-c", program)
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("at", ["kvsieve.errors", "kvsieve.planning.loading", "kvsieve.cli.main", "typer"])
+@pytest.mark.parametrize("how", ["python -m kvsieve", "kvsieve"])
+def test_an_interrupt_while_the_command_is_imported_is_quiet(at, how, tmp_path):
+    """As long as Python has not yet begun with the package, it prints its own traceback."""
+    (tmp_path / "sitecustomize.py").write_text(f"""
+import os, signal, sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {at!r}:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+""")
+    script = tmp_path / "kvsieve"
+    script.write_text("from kvsieve.__main__ import main\nmain()\n")
+    command = ["-m", "kvsieve"] if how == "python -m kvsieve" else [str(script)]
+    places = os.pathsep.join([str(tmp_path), os.path.dirname(os.path.dirname(kvsieve.__file__))])
+    ran = python(*command, "--version", PYTHONPATH=places)
+    # A shell has 130 of a process that the signal ended, too.
+    assert ran.returncode in (130, -signal.SIGINT) and ran.stdout == "", ran.stdout
+    assert ran.stderr in ("", "interrupted\n")
+
+
+def test_other_programs_keep_their_interrupts():
+    program = "import signal, kvsieve; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    assert python("-c", program).returncode == 0

@@ -10,9 +10,20 @@ Importing this loads neither torch nor transformers: names are loaded on first u
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
+import sys
+
+# In the command's own process Ctrl-C is fatal, without a traceback, until __main__ handles it.
+if (
+    (sys.argv[:1] == ["-m"] and ("-m", "kvsieve") in itertools.pairwise(sys.orig_argv))
+    or "".join(sys.argv[:1]).endswith(f"{os.sep}kvsieve")
+) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import importlib
 import logging
-import sys
 from typing import TYPE_CHECKING, Any
 
 from kvsieve.errors import KvsieveError, KvsieveWarning
