@@ -43,11 +43,33 @@ def test_a_parameter_called_as_the_method_is_refused(command, how, model_dir, cl
         (["bench", "--peer-methods", "snapkv"], "--peer-methods: only with --peer-python"),
         (["bench", "--show", "a.json", "--out", "b.json", "--rounds", "1"], "--out, --rounds: not with --show"),
         (["bench", "--clients", "3"], "--clients: only with --server"),
+        (["bench", "--markdown", "--json"], "--markdown: not with --json"),
         (["serve", "--store-disk", "1GiB"], "--store-disk: only with --store DIR"),
+        (["run", "--prompt", "w1", "--batch", "4"], "--batch: only with --prompts-file"),
+        (["run", "--prompts-file", "{file}", "--batch", "4", "--store", "x"], "--batch: not with --store"),
+        (["eval", "--out", "x", "--scbench-mode", "shared"], "--scbench-mode: only with a task scbench_..."),
+        (["eval", "--out", "x", "--data", "x"], "--data: files of a public benchmark, but --tasks names none"),
+        (["eval", "--out", "x", "--tasks", "leval_quality", "--haystack", "noise"], "--haystack: only with generated"),
+        (["eval", "--out", "x", "--task", "{rows}", "--haystack", "noise"], "--haystack: only with generated tasks"),
+        (["eval", "--out", "x", "--task", "{rows}", "--data", "x"], "--data: files of a public benchmark"),
+        (["eval", "--out", "x", "--methods", "kivi", "--budgets", "10%"], "no method named takes the budget of --bu"),
+        (["advise", "--methods", "snapkv:budget=5%", "--budgets", "10%"], "or all have their own; leave it out"),
+        (["ask", "{file}", "--question", "w1", "--methods", "full", "--budget", "10%"], "the budget of --budget 10%"),
+        (["estimate", "--method", "full,kivi", "--budget", "10%"], "no method named takes the budget of --budget 10%"),
+        (["calibrate", "--parts", "heads", "--budget", "10%"], "--budget: only for the part pooling"),
+        (["calibrate", "--parts", "pooling", "--tsp-rate", "30%"], "--tsp-rate: only for the part tsp or asl"),
+        (["calibrate", "--parts", "asl", "--rule", "argmin"], "--rule: only for the part tsp"),
+        (["calibrate", "--parts", "asl", "--tolerance", "0.1"], "--tolerance: only for the part tsp"),
+        (["calibrate", "--parts", "heads", "--max-layer", "2"], "--max-layer: only for the part tsp or asl"),
+        (["calibrate", "--text", "{file}", "--seed", "1"], "--seed: of generated prompts, not with --text"),
     ],
 )
-def test_an_option_without_effect_is_refused(given, message, cli):
-    code, _, err = cli(*given)
+def test_an_option_without_effect_is_refused(given, message, cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file, rows = tmp_path / "a.txt", tmp_path / "a.jsonl"
+    file.write_text("w1 w2")
+    rows.write_text('{"context": "w1", "question": "w2", "answer": "w3"}')
+    code, _, err = cli(*(part.format(file=file, rows=rows) for part in given))
     assert code == 2 and message in err
 
 

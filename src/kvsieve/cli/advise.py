@@ -44,7 +44,17 @@ from kvsieve.cli.output import (
     say,
     show,
 )
-from kvsieve.cli.specs import PARTS, CodecsOption, PrefillsOption, RestsOption, method_specs, parse_parts, spec
+from kvsieve.cli.specs import (
+    PARTS,
+    CodecsOption,
+    PrefillsOption,
+    RestsOption,
+    check_budget_used,
+    method_specs,
+    parse_parts,
+    run_line,
+    spec,
+)
 from kvsieve.lab.advise.choose import PlanLimits
 from kvsieve.lab.advise.material import built_in, from_file
 from kvsieve.lab.advise.options import BUDGETS, AdviceOptions
@@ -105,6 +115,7 @@ def advise_command(
     seconds = None if tpot is None else parse_seconds(tpot, "--tpot")
     specs = method_specs(methods)
     shares = budgets_of(budgets)
+    check_budget_used("--budgets", budgets, specs)
     parts = parse_parts(codec, rest, prefill)
     if plot is not None:
         check_writable("--plot", plot)
@@ -152,7 +163,7 @@ def advise_command(
     if as_json:
         emit_json(found.to_dict())
     else:
-        print_advice(found, model, wide)
+        print_advice(found, model, {"dtype": dtype, "weights": weights, "device": device}, wide)
         if plot is not None and drawn:
             show(f"the picture is in {plot}")
     if found.choice is None or not drawn:
@@ -180,7 +191,8 @@ def _check_model(name: str | None, dtype: str, device: str | None, options: Advi
     candidates(Evaluator(model, load_tokenizer(name)), options)
 
 
-def print_advice(advice: Advice, model: str | None, wide: bool = False) -> None:
+def print_advice(advice: Advice, model: str | None, loading: dict[str, str | None], wide: bool = False) -> None:
+    """Print a table of all plans, and the recommended one. loading: options by which the model was loaded."""
     from kvsieve.lab.advise.choose import on_frontier
 
     rows = [_row(candidate, on_frontier(candidate, advice.candidates)) for candidate in advice.candidates]
@@ -200,14 +212,14 @@ def print_advice(advice: Advice, model: str | None, wide: bool = False) -> None:
         if not candidate.acted:
             show(f"note: {candidate.name} did nothing at {at} tokens: they fit its budget, so nothing is known of it")
     show()
-    _show_choice(advice, model)
+    _show_choice(advice, model, loading)
     show()
     show("not tried:")
     for reason in [*advice.not_tried, f"contexts other than {at} tokens, other models, other kinds of text"]:
         show(f"  {reason}")
 
 
-def _show_choice(advice: Advice, model: str | None) -> None:
+def _show_choice(advice: Advice, model: str | None, loading: dict[str, str | None]) -> None:
     from kvsieve.lab.advise.choose import plan_line, size
 
     limits = " and ".join(advice.limits.describe())
@@ -224,9 +236,7 @@ def _show_choice(advice: Advice, model: str | None) -> None:
     show(f"recommended: {plan_line(one.setting)}")
     parameters = dict(one.setting.given)
     stored = {role: parameters.pop(role, None) for role in PARTS}
-    words = ["kvsieve run", *([] if model is None else [model]), "--method", spec(one.setting.method, parameters)]
-    words += [f"--{role} {part}" for role, part in stored.items() if part is not None]
-    show(f"    {' '.join(words)}")
+    show(f"    {run_line(model, {'method': spec(one.setting.method, parameters), **stored, **loading})}")
     show(f"It has {why} of the plans with {limits}.")
     if (gain := chosen.drafts) is not None:
         verdict = "worth adding" if gain.pays else "no gain here"

@@ -26,7 +26,7 @@ from kvsieve.cli.options import METHOD, MODEL, OUTPUT, PROMPT, ChunkOption, MaxN
 from kvsieve.cli.output import JsonOption, check_writable, emit_json, prefill_progress, print_table, saved, say, show
 from kvsieve.cli.prompts import check_system, read_text
 from kvsieve.cli.run_tables import as_full
-from kvsieve.cli.specs import BudgetOption, MethodRun, compared_methods, make_run
+from kvsieve.cli.specs import BudgetOption, MethodRun, check_budget_used, compared_methods, make_run, method_specs
 from kvsieve.cli.store import StoreOption, check_store, check_stored_plans, opened_store
 from kvsieve.errors import InputError
 from kvsieve.report.display import mebibytes
@@ -137,6 +137,7 @@ def runs_of(methods: str, budget: str | None) -> list[MethodRun]:
     runs = compared_methods(methods, budget)
     if not runs:
         raise InputError(f"--methods names no method; write e.g. {_METHODS}")
+    check_budget_used("--budget", budget, method_specs(methods))
     full = next((run for run in runs if run.name == "full"), None) or make_run("full")
     found = {run.label: run for run in (full, *runs)}
     return list(found.values())

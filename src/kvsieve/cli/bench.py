@@ -34,6 +34,7 @@ from kvsieve.cli.options import (
     WholeChunkOption,
     expanded,
     option,
+    refuse_option,
     refuse_unused,
 )
 from kvsieve.cli.output import JsonOption, WideOption, check_folder, check_writable, say
@@ -120,6 +121,8 @@ def bench_command(
 ) -> None:
     """Measure time and memory of methods beside plain transformers, and the machine's limit, in one run."""
     check_options(context, server, ("lengths", "new_tokens", "rounds"))
+    if as_json:
+        refuse_option(context, "markdown", "not with --json, which prints JSON alone")
     check_folder("--plots", plots)
     if server is not None:
         load = Load(parse_lengths(lengths or LENGTHS, "--lengths"), clients, new_tokens, rounds)
@@ -136,7 +139,7 @@ def bench_command(
         print_report(read_report(show), plots, markdown, as_json, wide)
         return
     if peer_python is None:
-        refuse_unused(context, context.params.keys() - {"peer_methods"}, "only with --peer-python")
+        refuse_option(context, "peer_methods", "only with --peer-python")
     check_loading(dtype, device, decode)
     check_writable("--out", out, makes_folders=True)
     check_least(1, batch=batch, rounds=rounds, chunk=chunk)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -24,8 +23,18 @@ from kvsieve.cli.loading import (
     load_model,
     refuse_text,
 )
-from kvsieve.cli.options import MEASUREMENT, OUTPUT, TASKS, GeneratedSeedOption, ModelArgument, expanded, option
+from kvsieve.cli.options import (
+    MEASUREMENT,
+    OUTPUT,
+    TASKS,
+    GeneratedSeedOption,
+    ModelArgument,
+    expanded,
+    option,
+    refuse_option,
+)
 from kvsieve.cli.output import JsonOption, check_writable, emit_json, print_table, progress_bar, saved, say, show
+from kvsieve.cli.specs import run_line
 from kvsieve.errors import InputError
 from kvsieve.lab.calibrate.options import Options
 from kvsieve.planning.quantities import format_seconds, parse_lengths
@@ -34,9 +43,18 @@ if TYPE_CHECKING:
     from kvsieve.planning.profiles import Profile
 
 _PARTS = "pooling,answers,tsp,asl,heads,q_filters"
+# Parts that an option is for.
+_PARTS_OF = {
+    "budget": ("pooling",),
+    "tsp_rate": ("tsp", "asl"),
+    "rule": ("tsp",),
+    "tolerance": ("tsp",),
+    "max_layer": ("tsp", "asl"),
+}
 
 
 def calibrate_command(
+    context: typer.Context,
     model: ModelArgument = None,
     text: Annotated[
         Path | None, option(TASKS, "Text file to calibrate on (default: generated prompts with facts to find)")
@@ -94,6 +112,7 @@ def calibrate_command(
         tolerance=tolerance,
         max_layer=max_layer,
     )
+    _check_used(context, options.parts)
     if plot is not None:
         _check_picture(options.parts)
 
@@ -132,21 +151,21 @@ def calibrate_command(
         emit_json({name: value for name, value in profile.to_dict().items() if name not in ARRAYS} | {"out": str(file)})
     else:
         print_profile(profile)
-        _print_use(profile, file, out is None, (model, dtype, device))
+        _print_use(profile, file, out is None, (model, {"dtype": dtype, "weights": weights, "device": device}))
     if not drawn:
         raise typer.Exit(1)
 
 
-def _print_use(profile: Profile, file: Path, found: bool, given: tuple[str | None, str, str | None]) -> None:
-    """Print how to use the profile. found: kvsieve finds it without a path. given: model, dtype and device."""
-    method, (model, dtype, device) = method_of(profile), given
+def _print_use(profile: Profile, file: Path, found: bool, given: tuple[str | None, dict[str, str | None]]) -> None:
+    """Print how to use the profile. found: kvsieve finds it without a path. given: model, and how it was loaded."""
+    method, (model, loading) = method_of(profile), given
     if found:
         show(f"the profile is in {file}; methods take their parameters from it whenever they run on this model")
     elif method is None:
         show(f"the profile is in {file}")
     else:
         show(f"the profile is in {file}: kvsieve.plan({method!r}, profile={str(file)!r}), or")
-        show(f"    {hint(model, method, file, dtype, device)}")
+        show(f"    {run_line(model, {'method': method, 'profile': file, **loading})}")
 
 
 def _name_of(model: str) -> str:
@@ -169,12 +188,6 @@ def method_of(profile: Profile) -> str | None:
     }
     known = [*profile.parameters, *(name for name, measured in arrays.items() if measured)]
     return next((name for name in ("fastkv", "snapkv", *known) if name in known), None)
-
-
-def hint(model: str | None, method: str, out: Path, dtype: str, device: str | None) -> str:
-    words = ["kvsieve", "run", *([] if model is None else [model]), "--method", method, "--profile", str(out)]
-    words += ["--prompt", "What is the capital of France?", *([] if dtype == "auto" else ["--dtype", dtype])]
-    return shlex.join([*words, *([] if device is None else ["--device", device])])
 
 
 def print_profile(profile: Profile) -> None:
@@ -241,6 +254,15 @@ def _answers(task: str, found: list[Mapping[str, Any]], tested: list[str]) -> tu
         where = f"right from {max(least, key=tested.index)} on"
     tokens = max(prompt["tokens"] for prompt in found)
     return "answers", f"{task}: {where}", f"up to {tokens} tokens as under full KV, SnapKV as above"
+
+
+def _check_used(context: typer.Context, parts: Sequence[str]) -> None:
+    """Raise InputError for an option of parts that are not measured, or of prompts that are not generated."""
+    for name, measured in _PARTS_OF.items():
+        if not {*measured} & {*parts}:
+            refuse_option(context, name, f"only for the part {' or '.join(measured)}, which --parts leaves out")
+    if context.params["text"] is not None:
+        refuse_option(context, "seed", "of generated prompts, not with --text")
 
 
 def _check_picture(parts: Sequence[str]) -> None:

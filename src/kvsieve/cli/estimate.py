@@ -16,8 +16,10 @@ from kvsieve.cli.specs import (
     MethodRun,
     PrefillsOption,
     RestsOption,
+    check_budget_used,
     compared_specs,
     make_runs,
+    method_specs,
     parse_parts,
     spec,
 )
@@ -77,6 +79,7 @@ def estimate_command(
     parts = parse_parts(codec, rest, prefill)
     if not specs:
         raise InputError(f"--method names no method, got {method!r}; write e.g. full,snapkv:budget=10%")
+    check_budget_used("--budget", budget, method_specs(method))
     check_model_name(model, weights)
     runs = make_runs(specs, *parts)
     rates = (matmul_tflops, attention_tflops or matmul_tflops, bandwidth)

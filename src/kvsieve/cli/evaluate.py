@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,11 +34,21 @@ from kvsieve.cli.options import (
     WholeChunkOption,
     expanded,
     option,
+    options_given,
+    refuse_option,
 )
 from kvsieve.cli.output import JsonOption, check_folder, emit_json, progress_bar, show
 from kvsieve.cli.report import aggregated, print_means
 from kvsieve.cli.served import ExtraOption, ServerOption, check_options, eval_server, print_scores
-from kvsieve.cli.specs import CodecsOption, PrefillsOption, RestsOption, ask_back, method_specs, parse_parts
+from kvsieve.cli.specs import (
+    CodecsOption,
+    PrefillsOption,
+    RestsOption,
+    ask_back,
+    check_budget_used,
+    method_specs,
+    parse_parts,
+)
 from kvsieve.errors import InputError
 from kvsieve.lab.eval.cells import on_model, settings
 from kvsieve.lab.eval.grid import Grid
@@ -148,10 +159,13 @@ def eval_command(
     sizes = parse_lengths(lengths, "--lengths")
     specs = method_specs(methods)
     shares = budgets_of(budgets)
+    check_budget_used("--budgets", budgets if _is_given(context, "budgets") else None, specs)
     parts = parse_parts(codec, rest, prefill)
     own = _own_task(context, task, score)
     alone = bool(own) and not _is_given(context, "tasks")
-    grid_tasks = [*own, *([] if alone else _tasks(names_of(tasks), haystack, data, scbench_mode))]
+    names = [] if alone else names_of(tasks)
+    _check_used(context, names, own)
+    grid_tasks = [*own, *([] if alone else _tasks(names, haystack, data, scbench_mode))]
     check_folder("--out", out)
     check_model_name(model, weights)
     drafts = parse_draft(draft)
@@ -235,8 +249,19 @@ def _checked(samples: int, cost_samples: int, batch: int, chunk: int | None, que
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
+    return name in options_given(context)
+
+
+def _check_used(context: typer.Context, names: Sequence[str], own: Sequence[object]) -> None:
+    """Raise InputError for an option of tasks that are not among those named."""
+    from kvsieve.lab.tasks.public import is_public
+
+    if not any(name.startswith("scbench") for name in names):
+        refuse_option(context, "scbench_mode", "only with a task scbench_... in --tasks")
+    if not any(map(is_public, names)):
+        refuse_option(context, "data", "files of a public benchmark, but --tasks names none, such as leval_quality")
+    if all(map(is_public, names)) and (names or own):
+        refuse_option(context, "haystack", "only with generated tasks in --tasks, such as needle")
 
 
 def _own_task(context: typer.Context, task: Path | None, score: str | None) -> list[DocumentTask]:
@@ -280,8 +305,6 @@ def _tasks(names: list[str], haystack: str, data: str | None, scbench_mode: str)
 
     public = [name for name in names if is_public(name)]
     built_in = [name for name in names if name not in public]
-    if data is not None and not public:
-        raise InputError("--data names files of a public benchmark, but --tasks names none, such as leval_quality")
     tasks: list[Task] = chosen_tasks(built_in, haystack) if built_in or not public else []
     return [*tasks, *(public_task(name, data, scbench_mode) for name in public)]
 

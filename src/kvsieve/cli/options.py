@@ -78,6 +78,11 @@ def refuse_unused(context: typer.Context, used: Iterable[str], why: str) -> None
         raise InputError(f"{', '.join('--' + name.replace('_', '-') for name in unused)}: {why}")
 
 
+def refuse_option(context: typer.Context, name: str, why: str) -> None:
+    """Raise InputError if one option is given, by its name in Python, that has no effect; see `refuse_unused`."""
+    refuse_unused(context, context.params.keys() - {name}, why)
+
+
 TOKENS: dict[str, Any] = {"parser": tokens, "metavar": "TOKENS"}
 MEMORY: dict[str, Any] = {"parser": memory, "metavar": "SIZE"}
 

@@ -41,6 +41,7 @@ from kvsieve.cli.options import (
     TemperatureOption,
     expanded,
     option,
+    refuse_option,
 )
 from kvsieve.cli.output import JsonOption, WideOption, emit_json, saved
 from kvsieve.cli.prompts import TextPrompt, given_prompts
@@ -150,6 +151,7 @@ def run_command(
     roles, spans = parse_protect(protect or [], all(part.system for part in prompts))
     texts = check_kept(show_kept, find, prompts_file, as_json)
     check_store(store, protect)
+    _check_batch(context, prompts_file, store)
     check_model_name(model, weights)
     drafts = parse_draft(draft, memory)
     runs = make_runs(specs, *parts)
@@ -200,6 +202,14 @@ def _print(results: list[dict[str, Any]], kept: list[Any], texts: list[str], wid
     print_found([result["label"] for result in results], kept, texts)
     if mapped:
         print_map(kept[-1])
+
+
+def _check_batch(context: typer.Context, prompts_file: str | None, store: str | None) -> None:
+    """Raise InputError for a --batch where prompts are not answered together."""
+    if prompts_file is None:
+        refuse_option(context, "batch", "only with --prompts-file")
+    if store is not None:
+        refuse_option(context, "batch", "not with --store, under which prompts are prefilled one by one")
 
 
 def _within(context: typer.Context, runs: list[MethodRun], prompts: list[TextPrompt], parse_special: bool) -> Settings:

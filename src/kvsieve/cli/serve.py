@@ -34,7 +34,7 @@ from kvsieve.cli.options import (
     ModelArgument,
     SettingsOption,
     option,
-    refuse_unused,
+    refuse_option,
 )
 from kvsieve.cli.output import say
 from kvsieve.cli.specs import BudgetOption, CodecOption, chosen_spec, make_runs, method_specs, parse_codecs, spec
@@ -197,7 +197,7 @@ def _check_machine(device: str | None, host: str, port: int) -> None:
 def _check_cache(context: typer.Context, edits: str, store: str | None, memory: str, disk: str) -> None:
     """Raise InputError for sizes that are none or limit no store, and for --edits without cached sessions."""
     if store is None:
-        refuse_unused(context, context.params.keys() - {"store_disk"}, "only with --store DIR, which it limits")
+        refuse_option(context, "store_disk", "only with --store DIR, which it limits")
     for size in {memory.strip(), disk} - {"none"}:
         parse_bytes(size)
     if edits not in ("on", "off"):

@@ -154,7 +154,10 @@ def eval_server(
     from kvsieve.lab.tasks.public import data_digests
     from kvsieve.report.environment import environment
 
-    count = _numbers("--clients", clients)[-1]
+    counts = _numbers("--clients", clients)
+    if len(counts) > 1:
+        raise InputError(f"--clients of eval is one number of requests at once, got {clients!r}; name one")
+    count = counts[0]
     client, tokenizer, name = opened(server, extra, model)
     say(f"note: {LEFT_OUT}")
     run = {

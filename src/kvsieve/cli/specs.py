@@ -6,8 +6,9 @@ belongs to the value, such as a file's name.
 
 from __future__ import annotations
 
+import shlex
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -83,6 +84,17 @@ def spec(method: str, given: dict[str, Any]) -> str:
     settings = ":".join(f"{name}={value}" for name, value in given.items() if name not in PARTS)
     parts = [f" {role}={given[role]}" for role in PARTS if given.get(role)]
     return "".join([f"{method}:{settings}" if settings else method, *parts])
+
+
+def run_line(model: str | None, options: Mapping[str, object]) -> str:
+    """Return a command line of `kvsieve run` with a short prompt, to copy.
+
+    options: values of further options, by name with hyphens; those that are None, or "auto", are left out.
+    """
+    words = ["kvsieve", "run", *([] if model is None else [model]), "--prompt", "What is the capital of France?"]
+    for name, value in options.items():
+        words += [] if value in (None, "auto") else [f"--{name}", str(value)]
+    return shlex.join(words)
 
 
 def parse_codecs(text: str | None) -> Listed:
@@ -202,6 +214,13 @@ def _has_profile(method: str, profile: str) -> bool:
     info = method_info(method)
     usable = info.takes_profile or held_parameters(info, load_profile(profile)) is not None
     return "profile" in info.parameters and usable
+
+
+def check_budget_used(option: str, budget: str | None, specs: Sequence[Spec]) -> None:
+    """Raise PlanError for a given budget if no method takes one, or all have their own."""
+    free = ("budget" in method_info(name).parameters and "budget" not in given for name, given in specs)
+    if budget and not any(free):
+        raise PlanError(f"no method named takes the budget of {option} {budget}, or all have their own; leave it out")
 
 
 def compared_methods(text: str, budget: str | None, profile: str | None = None) -> list[MethodRun]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 import statistics
 from dataclasses import replace
 
@@ -244,6 +245,9 @@ def test_the_command_prints_a_plan_or_says_that_there_is_none(cli, model_dir, ta
     assert code == 0 and "recommended: kvsieve.plan(" in out and "held back" in out and "(95% interval)" in out, err
     assert "nothing was measured at 400 tokens" in out and "not tried:" in out and "takes about" in err
     assert picture.read_bytes().startswith(b"\x89PNG")
+    (line,) = (line for line in out.splitlines() if line.startswith("    kvsieve run "))
+    code, answers, err = cli(*shlex.split(line)[1:], "--max-new-tokens", 2, "--json")
+    assert code == 0 and json.loads(answers)["results"][0]["method"] in ("knorm", "streamingllm"), err
     code, out, _ = cli(*usual, "--loss", "1e-9", "--memory", "150KiB", "--cost-samples", 0)
     assert code == 1 and "recommended: none" in out and "The nearest is full" in out and "which misses memory by" in out
     code, _, err = cli(*usual, "--memory", "1KiB", "--cost-samples", 0)
