@@ -30,6 +30,8 @@ from kvsieve.kernels.cpu import prompt as few
 from kvsieve.kernels.cpu import token as native
 from kvsieve.types import AttentionQueries
 
+# Tokens up to which products in C are faster than torch's kernel, whose calls and copies take longer.
+_FEW = 32
 # Elements of one boolean mask block; a prompt of any length needs no N x N mask.
 _MASK_ELEMENTS = 1 << 25
 
@@ -207,6 +209,17 @@ def _few(request: _Request) -> Tensor:
     return few.few_attention(asked, stored.keys, stored.values)
 
 
+def _why_not_last(request: _Request) -> str | None:
+    query = request.asked.query
+    stored = request.stored
+    if not 1 < query.shape[2] <= _FEW:
+        return f"it is for up to {_FEW} tokens"
+    if query.shape[2] == stored.keys.shape[2]:
+        return "no entries were stored before"
+    rows = stored.keys.shape[0] * stored.keys.shape[1]
+    return why_not_plain(request) or native.why_not(query, stored.keys, stored.values, rows, stored.log_weight)
+
+
 def _why_not_even(request: _Request) -> str | None:
     if request.asked.softcap is not None:
         return "logits are capped"
@@ -320,6 +333,7 @@ def prompt_rows(attend: Callable[[_Request], Tensor]) -> tuple[Executor, ...]:
     others = (
         Executor("row by row", _why_not_rows, lambda request: _rows(request, attend)),
         Executor("C, few tokens", each_of(why_not_padded, why_not_learned, why_not_weighted, _why_not_few), _few),
+        Executor("C, last tokens", each_of(why_not_padded, why_not_learned, _why_not_last), _c),
         Executor("torch, in two parts beside sinks", each_of(split, _why_not_sinks), chunk_attention),
         Executor("C", each_of(_why_not_by_products, why_not_weighted, causal.why_not_kernel), causal.kernel_attention),
         Executor("products", _why_not_by_products, blocked_attention),

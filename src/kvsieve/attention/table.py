@@ -41,13 +41,12 @@ def attend(request: AttentionRequest[Any, Any]) -> Tensor:
 
 
 def is_for_token_kernel(request: AttentionRequest[Any, Any]) -> bool:
-    """Return True if a request for one token is computed by the C kernel, which other C code may call, too."""
-    executor = _chosen(request)
-    return executor is TOKEN_KERNEL or executor is FLAT_KERNEL
+    """Return True if a request for the last tokens is computed by the C kernel that other C code may call, too."""
+    return _chosen(request).run in (TOKEN_KERNEL.run, FLAT_KERNEL.run)
 
 
 def next_border(entries: int) -> int:
-    """Return the number of entries from which on a token may have another executor: a power of two, at least LONG."""
+    """Return the number of entries from which on tokens may have another executor: a power of two, at least LONG."""
     return max(LONG, 1 << entries.bit_length())
 
 

@@ -115,9 +115,9 @@ class BufferedMemory(LayerMemory):
         self.columns = self.columns.grown(self.size, capacity)
         self.shared = 0
 
-    def advance_host_length(self) -> None:
-        self.size += self.stride
-        super().advance_host_length()
+    def advance_host_length(self, tokens: int = 1) -> None:
+        self.size += tokens * self.stride
+        super().advance_host_length(tokens)
 
     def _count_new(self, batch: int, new: int, valid: Tensor | None, counts: Sequence[int] | None) -> Sequence[int]:
         """Count the real ones of `new` tokens in each row; return the counts."""

@@ -293,8 +293,7 @@ class LayerMemory(ABC):
     def put(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Write the entries of new tokens to prepared slots.
 
-        Touches the buffers only and reads nothing back from the device; call `advance_host_length` for each token
-        afterwards.
+        Touches the buffers only and reads nothing back from the device; call `advance_host_length` afterwards.
 
         Args:
             keys: [B, H, L, D], L being 1 where a token takes several slots.
@@ -302,9 +301,9 @@ class LayerMemory(ABC):
             slots: int64, one per slot that the tokens take, prepared by `prepare_slots`.
         """
 
-    def advance_host_length(self) -> None:
-        """Count on the host a token appended by `put`, in every row."""
-        self.lengths = tuple(length + 1 for length in self.lengths)
+    def advance_host_length(self, tokens: int = 1) -> None:
+        """Count on the host the tokens appended by `put` or by a compiled pass, in every row."""
+        self.lengths = tuple(length + tokens for length in self.lengths)
 
 
 def window_room(span: int) -> int:

@@ -166,9 +166,9 @@ class PackedStore(PackedParts):
     def put(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         self.exact.put(keys, values, slots)
 
-    def advance_host_length(self) -> None:
-        self.exact.advance_host_length()
-        super().advance_host_length()
+    def advance_host_length(self, tokens: int = 1) -> None:
+        self.exact.advance_host_length(tokens)
+        super().advance_host_length(tokens)
 
     def reorder(self, rows: Tensor) -> None:
         rows = rows.to(self.device)

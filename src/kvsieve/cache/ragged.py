@@ -227,9 +227,9 @@ class RaggedStore(BufferedMemory):
             to.index_copy_(1, slots, part[:, :, 0])
         self._bias().index_copy_(2, slots, self._own.expand(len(keys), -1, -1))
 
-    def advance_host_length(self) -> None:
-        super().advance_host_length()
-        self._add((1,) * len(self.lengths))
+    def advance_host_length(self, tokens: int = 1) -> None:
+        super().advance_host_length(tokens)
+        self._add((tokens,) * len(self.lengths))
         self.hides_newest = False
 
     def remask(self, mask: Tensor) -> None:

@@ -1,8 +1,8 @@
-"""One token through all layers of a decoder in one compiled call, which takes the first input to the last output.
+"""The next tokens of an answer through all layers in one compiled call, which takes the first input to the last output.
 
-The first layer computes all of them, the others return what they are given. That is so if each layer does nothing but
-append the token's entry and attend to all of its entries by the C kernel, and nobody looks at the layers or what is in
-them. Any other token passes layer by layer.
+These are one token of each row, or that and its drafts. The first layer computes all of them, the others return what
+they are given. That is so if each layer does nothing but append the tokens' entries and attend to all entries up to
+each token's own by the C kernel, and nobody looks at the layers or what is in them. Other tokens pass layer by layer.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from kvsieve.attention import AttentionRequest, is_for_token_kernel, next_border
+from kvsieve.attention import AttentionRequest, DenseEntries, is_for_token_kernel, next_border
 from kvsieve.cache.lanes import LANES
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.cache.cache import SieveCache
@@ -28,28 +28,29 @@ from kvsieve.hf.forward.pass_state import ComputedLayers
 from kvsieve.hf.forward.rows import RowsSession
 from kvsieve.hf.forward.session import Session
 from kvsieve.hf.forward.sparse_read import stored_entries
+from kvsieve.hf.forward.transaction import AnswerSession
 from kvsieve.kernels.cpu import cores
 from kvsieve.kernels.cpu.decoder_layer import DecoderLayer
 from kvsieve.kernels.cpu.token_pass import TokenEntries, through_layers
 from kvsieve.types import AttentionQueries
 
-# Arguments of a layer that a token's way through all of them knows.
+# Arguments of a layer that the tokens' way through all of them knows.
 _KNOWN = frozenset(("attention_mask", "position_embeddings", "position_ids", "use_cache", *CACHE_NAMES))
 _DEPTH = "num_hidden_layers"
-# Tokens after which the table is asked again: where it has chosen another executor, and at most.
+# Columns after which the table is asked again: where it has chosen another executor, and at most.
 _LATER = 64
 _MOST = 4096
 
 
 @dataclass(eq=False)
 class _TokenChoice:
-    """The table's choice for some tokens of a turn.
+    """The table's choice for some passes of a turn over the same number of tokens.
 
     Attributes:
         reads: counts of the turn's reads, which are its own.
         threads: CPU threads that were counted on.
-        start: columns fed before the first of these tokens.
-        end: columns fed before the first token after them.
+        start: columns fed before the first of these passes.
+        end: columns fed before the first pass after them.
         entries: of the cache, which the tokens join; None if layers attend otherwise.
     """
 
@@ -60,8 +61,24 @@ class _TokenChoice:
     entries: TokenEntries | None
 
 
+class _Attended(NamedTuple):
+    """Entries that each row's first token attends to, and how many more each token after it, in all layers together.
+
+    Attributes:
+        entries: those without weights.
+        weighted: those with weights, which have four bytes more.
+        more: further entries of the next token, without weights.
+        more_weighted: the same, with weights.
+    """
+
+    entries: int
+    weighted: int
+    more: int
+    more_weighted: int
+
+
 class TokenLayers:
-    """Layers of a decoder that a token passes in one call, or a token of each of several caches together.
+    """Layers of a decoder that the next tokens of a cache pass in one call, or of several caches together.
 
     Args:
         layers: all of the decoder's, in order.
@@ -81,7 +98,8 @@ class TokenLayers:
         self._wiring: Wiring | None = None
         self._weights: Weights | None = None
         self._kernels: list[DecoderLayer] = []
-        self._choices: weakref.WeakKeyDictionary[SieveCache, _TokenChoice] = weakref.WeakKeyDictionary()
+        # By the number of tokens.
+        self._choices: weakref.WeakKeyDictionary[SieveCache, dict[int, _TokenChoice]] = weakref.WeakKeyDictionary()
 
     def install(self, harmless: set[int]) -> None:
         """Note how modules are wired, with the layers' forwards in place. harmless: see `Wiring`."""
@@ -103,11 +121,11 @@ class TokenLayers:
         self._choices.clear()
 
     def run(self, session: Session, hidden: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
-        """Return the last layer's output, or None if the token must pass layer by layer.
+        """Return the last layer's output, or None if the tokens must pass layer by layer.
 
         Args:
             session: the pass.
-            hidden: [B, 1, C], the first layer's input.
+            hidden: [B, L, C], the first layer's input.
             kwargs: its other arguments.
         """
         angles = kwargs.get("position_embeddings")
@@ -115,27 +133,29 @@ class TokenLayers:
         if not rows or angles is None or kwargs.get("attention_mask") is not None or not _KNOWN.issuperset(kwargs):
             return None
         cosine, sine = angles
-        if not self._parts[0].takes(hidden, cosine, sine) or hidden.shape[1] != 1 or not self._are_ready():
+        batch = 1 if isinstance(session, RowsSession) else len(hidden)
+        if not self._parts[0].takes(hidden, cosine, sine) or not self._are_ready():
             return None
-        batch = len(hidden) // len(rows)
+        if batch * sum(row.tokens.size for row in rows) != hidden.shape[0] * hidden.shape[1]:
+            return None
         caches = []
         attended = []
         for row in rows:
             entries = self._entries(row, hidden.new_empty(batch, 0))
-            if entries is None or entries.batch != batch:
+            counts = None if entries is None or entries.batch != batch else _placed(row.cache, entries)
+            if entries is None or counts is None:
                 return None
             caches.append(entries)
-            attended.append(_placed(row.cache, entries))
-        if not all(count for count, _ in attended):
-            return None
+            attended.append(counts)
         cores.look()
         output = through_layers(hidden, cosine, sine, caches, [row.step.start for row in rows])
         entry = 2 * cosine.shape[-1] * hidden.element_size()
-        for row, (count, weighted) in zip(rows, attended, strict=True):
-            row.reads.read(batch * (count - weighted), entry)
-            row.reads.read(batch * weighted, entry + 4)
+        for row, counts in zip(rows, attended, strict=True):
+            for at, reads in enumerate(row.counts if isinstance(row, AnswerSession) else [row.reads]):
+                reads.read(batch * (counts.entries + at * counts.more), entry)
+                reads.read(batch * (counts.weighted + at * counts.more_weighted), entry + 4)
             for layer in cast("list[SieveLayer]", row.cache.all_layers):
-                layer.store.advance_host_length()
+                layer.store.advance_host_length(row.tokens.size)
         session.computed = ComputedLayers(self.count, output, angles)
         return output
 
@@ -164,80 +184,86 @@ class TokenLayers:
         return True
 
     def _entries(self, session: Session, hidden: Tensor) -> TokenEntries | None:
-        """Return the entries that a token joins, or None if the table lets a layer attend by another executor.
+        """Return the entries that the tokens join, or None if the table lets a layer attend by another executor.
 
-        hidden: of the dtype and the rows of the token.
+        hidden: of the dtype and the rows of the tokens.
         """
-        # The first token of a turn passes layer by layer, and the executors are noted.
+        # The first pass of a turn goes layer by layer, and the executors are noted.
         if len(session.reads.executors) < self.count:
             return None
-        known = self._choices.get(session.cache)
+        choices = self._choices.setdefault(session.cache, {})
+        tokens = session.tokens.size
+        known = choices.get(tokens)
         start = session.step.start
         threads = cores.asked_threads()
         if known is None or known.reads is not session.reads or known.threads != threads:
             known = None
         if known is None or not known.start <= start < known.end:
-            known = self._choices[session.cache] = self._asked(session, hidden, threads)
+            known = choices[tokens] = self._asked(session, hidden, threads)
         return known.entries
 
     def _asked(self, session: Session, hidden: Tensor, threads: int) -> _TokenChoice:
-        """Ask the table about the next tokens."""
+        """Ask the table about the next passes over as many tokens."""
         start = session.step.start
+        tokens = session.tokens.size
         layers = session.cache.sieve_layers
         refused = _TokenChoice(session.reads, threads, start, start + _LATER, None)
         if len(layers) != self.count or any(layer.is_latent or layer.has_state for layer in layers.values()):
             return refused
-        tokens = _MOST
+        columns = _MOST
         scales = [part.scale for part in self._parts]
         for layer, kernel, scale in zip(layers.values(), self._kernels, scales, strict=True):
             store = layer.store
             if store.is_encoded:
                 return refused
-            query = hidden.new_empty(len(hidden), kernel.widths[0] // kernel.head, 1, kernel.head)
-            request: AttentionRequest[Any, None] = AttentionRequest(
-                AttentionQueries(query, scale), stored_entries(store)
-            )
+            query = hidden.new_empty(len(hidden), kernel.widths[0] // kernel.head, tokens, kernel.head)
+            stored = stored_entries(store)
+            if tokens > 1 and isinstance(stored, DenseEntries):
+                # The kernel looks at the marks itself, since the tokens are real.
+                stored.valid = None
+            request: AttentionRequest[Any, None] = AttentionRequest(AttentionQueries(query, scale), stored)
             if not is_for_token_kernel(request):
                 return refused
             slots = store.next_slot
             unread = LANES if store.is_ragged else 1
-            tokens = min(tokens, (next_border(slots) - unread - slots) // store.stride)
-        if tokens <= 0:
+            columns = min(columns, (next_border(slots) - unread - slots) // store.stride - tokens + 1)
+        if columns <= 0:
             return _TokenChoice(session.reads, threads, start, start + 1, None)
-        entries = TokenEntries(self._kernels, scales, len(hidden), hidden.dtype, LANES)
-        return _TokenChoice(session.reads, threads, start, start + tokens, entries)
+        entries = TokenEntries(self._kernels, scales, len(hidden), tokens, hidden.dtype, LANES)
+        return _TokenChoice(session.reads, threads, start, start + columns, entries)
 
 
 def _rows_of(session: Session, cache: Any) -> Sequence[Session]:
-    """Return the passes of the caches of a pass, each over one token that layers only append; none for others.
+    """Return the passes of the caches of a pass, each over tokens that layers only append; none for others.
 
     cache: as given to layers.
     """
     rows = [session]
     if isinstance(session, RowsSession):
-        rows = session.rows if cache is session.together and session.widths is None else []
+        rows = session.rows if cache is session.together else []
     elif cache is not session.cache:
         return ()
     return rows if all(row.only_appends for row in rows) else ()
 
 
-def _placed(cache: SieveCache, entries: TokenEntries) -> tuple[int, int]:
-    """Set the entries of all layers as they are now; return how many each row's token attends to, 0 if it cannot.
-
-    The second number is that of those with weights, which have four bytes more.
-    """
-    attended = weighted = 0
+def _placed(cache: SieveCache, entries: TokenEntries) -> _Attended | None:
+    """Set the entries of all layers as they are now; return how many the tokens attend to, None if they cannot."""
+    attended = weighted = more = more_weighted = 0
     for number, layer in enumerate(cast("list[SieveLayer]", cache.all_layers)):
         store = layer.store
-        if layer.view is not None or store.is_encoded or not store.has_room(1):
-            return 0, 0
+        if layer.view is not None or store.is_encoded or not store.has_room(entries.tokens):
+            return None
         tensors = store.tensors
         count = entries.place(number, tensors, store.next_slot)
         if not count:
-            return 0, 0
-        attended += count
-        weighted += 0 if tensors[4] is None else count
-    return attended, weighted
+            return None
+        if tensors[4] is None:
+            attended += count
+            more += store.heads
+        else:
+            weighted += count
+            more_weighted += store.heads
+    return _Attended(attended, weighted, more, more_weighted)
 
 
 def computed_before(session: Session, number: int, given: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:

@@ -142,6 +142,8 @@ class RowDrafts:
         self.counts.drafted_passes += bool(self._fed)
         self.counts.drafted += len(self._fed)
         self.counts.accepted += accepted
+        if self.drafter.free:
+            self.length.spend(len(self._fed), accepted)
         if self._fed:
             self.length.note(self._class, len(self._fed), _right(self._fed, tokens))
         elif self._unfed and tokens:

@@ -5,6 +5,8 @@ Times are not looked at, so that the same prompt gives the same passes.
 
 from __future__ import annotations
 
+import math
+
 # Share of a class's estimate that a new token replaces.
 _RATE = 0.1
 # Passes without a draft after costly drafts that did not pay; twice as many each time.
@@ -12,6 +14,12 @@ _PAUSE = 4
 _LONGEST_PAUSE = 64
 # Gain in tokens per time below which nothing is drafted.
 _MARGIN = 1.05
+# Most time that free drafts may lose, in passes over one token: at first, and for each pass of the answer. Drafts that
+# were accepted add what they gained.
+_CREDIT = 0.6
+_SHARE = 0.015
+# Class from which on a draft may always take the first of these: a long match has begun.
+_SURE = 5
 # Most time of a pass that several requests wait for, over that of one without drafts.
 _SHARED = 5 / 3
 # Estimates to begin with, by class; later classes are surer.
@@ -44,11 +52,19 @@ class DraftLength:
         self._accepts = list(_PRIORS)
         self._wait = 0
         self._pause = _PAUSE
+        # Gain of the free drafts so far, in passes over one token; and the answer's passes.
+        self._gain = 0.0
+        self._passes = 0
 
     def of_class(self, number: int, offered: int) -> int:
         """Return how many of `offered` tokens of a proposal to feed; number: its class."""
         offered = min(offered, self.most)
-        return self._best(self._accepts[min(number, len(_PRIORS) - 1)], offered) if self.adapt else offered
+        if not self.adapt:
+            return offered
+        allowed = self._gain + _CREDIT + _SHARE * self._passes
+        if number >= _SURE:
+            allowed = max(allowed, _CREDIT)
+        return self._best(self._accepts[min(number, len(_PRIORS) - 1)], offered, allowed)
 
     def most_shared(self, answers: int) -> int:
         """Return the most drafted tokens, of all answers together, for a pass that several requests wait for."""
@@ -72,6 +88,12 @@ class DraftLength:
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         return int(self.slope < 1)
 
+    def spend(self, drafted: int, accepted: int) -> None:
+        """Count a pass of the answer and its free drafts. drafted: tokens fed; accepted: how many the row took."""
+        self._passes += 1
+        if drafted:
+            self._gain += accepted - (self.first + self.slope * drafted) * self._part
+
     def note(self, number: int, drafted: int, accepted: int) -> None:
         """Update the estimate of a class.
 
@@ -88,16 +110,23 @@ class DraftLength:
         if accepted == drafted:
             self._pause = _PAUSE
 
-    def _best(self, accept: float, offered: int) -> int:
-        """Return the number of drafted tokens with the most tokens per time; 0 if none pays."""
+    def _best(self, accept: float, offered: int, allowed: float = math.inf) -> int:
+        """Return the number of drafted tokens with the most tokens per time; 0 if none pays.
+
+        Args:
+            accept: estimate for each token.
+            offered: most tokens.
+            allowed: most time that their pass may take longer, in passes over one token.
+        """
         best = 0
         gain = _MARGIN
-        # In passes of an answer's own: its share of one that several rows make longer.
-        share = self.rows / (1 + self.slope * (self.rows - 1))
+        share = self._part
         cost = (self.slope + self.draft) * share
         tokens = 1.0
         chance = 1.0
         for count in range(1, offered + 1):
+            if (self.first + count * self.slope) * share > allowed:
+                break
             chance *= accept
             tokens += chance
             rate = tokens / (1 + self.first * share + count * cost)
@@ -105,3 +134,8 @@ class DraftLength:
                 best = count
                 gain = rate
         return best
+
+    @property
+    def _part(self) -> float:
+        """Time in passes of an answer's own: its share of one that several rows make longer."""
+        return self.rows / (1 + self.slope * (self.rows - 1))

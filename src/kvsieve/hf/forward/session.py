@@ -37,15 +37,18 @@ class Session(PassState):
 
     @functools.cached_property
     def only_appends(self) -> bool:
-        """True for one real token of each row's answer that layers store and attend to all entries with, no more.
+        """True if layers store real tokens of each row's answer and attend to all entries up to their own, no more.
 
         A layer's view, and the form of its entries, may still ask for more.
         """
+        return type(self) is Session and self.tokens.size == 1 and self._adds_nothing()
+
+    def _adds_nothing(self) -> bool:
+        """Return True if neither plan, driver nor conversation do more than that with the tokens."""
         request = self.request
-        one = type(self) is Session and self.step.phase == "decode" and self.tokens.size == 1
-        if not one or self.tokens.valid is not None or self.order is not None or self.cache.producers:
+        if self.step.phase != "decode" or self.tokens.valid is not None or self.order is not None:
             return False
-        if self.cache.conversation.parallel is not None:
+        if self.cache.producers or self.cache.conversation.parallel is not None:
             return False
         plan = self.plan
         acts = plan.read is not None or plan.codec is not None or self.when.steps is not None

@@ -6,6 +6,7 @@ other acts on the first layer after the last one has attended: the pass is split
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -48,6 +49,10 @@ class AnswerSession(Session):
         self.evicted = set(self.cache.turn.record.evicted)
         self.counts = self._new_counts(self.tokens.size)
         self.parts = TokenParts(self, self.tokens, self.counts)
+
+    @functools.cached_property
+    def only_appends(self) -> bool:
+        return self._adds_nothing()
 
     def _new_counts(self, tokens: int) -> list[Reads]:
         return [Reads(executors=self.reads.executors) for _ in range(tokens)]

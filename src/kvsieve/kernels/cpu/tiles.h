@@ -2,6 +2,7 @@
 #pragma once
 #include <string.h>
 #include "common.h"
+#include "vectors.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define PAIRS 1
@@ -9,16 +10,6 @@
 #define PAIRS 0
 #endif
 
-// Bytes of a vector.
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#define BYTES 64
-#elif defined(__AVX__)
-#define BYTES 32
-#else
-#define BYTES 16
-#endif
-#define LANES (BYTES / 4)
 // Neighbouring rows of a weight that are read side by side where there are several rows of x, so that each part of x is
 // fetched once for all of them. Memory does not bring such rows by itself in time: they are read ahead.
 #define BESIDE (LANES == 16 ? 4 : 2)
@@ -30,7 +21,6 @@
 // Bytes of weights from which on several threads take part.
 #define MANY 65536
 
-typedef float Floats __attribute__((vector_size(BYTES)));
 typedef uint32_t Words __attribute__((vector_size(BYTES)));
 
 // What is bfloat16: nothing, all, or the weights alone.

@@ -1,19 +1,24 @@
 // Attention of a token, or of the last few, over all entries that are stored, where they lie.
 #include <string.h>
 #include "common.h"
+#include "vectors.h"
 
-// Entries that are looked at together; query heads of several tokens that are.
+// Entries that are looked at together; queries of several tokens that are: at most, and the fewest of a thread's part.
 #define BLOCK 64
 #define ROWS 64
+#define FEWEST 16
+// Of products of several queries: entries or channels, and vectors of queries, whose sums stay in registers.
+#define SIDE 4
+#define DEEP 3
 // Numbers of keys from which on several threads take part.
 #define MANY 65536
 
 typedef struct {
-    const void *query;         // [batch, heads, groups, fresh, dim]
+    const void *query;         // [batch, fresh, heads, groups, dim]
     const void *keys, *values; // entry t of a head: b * row + h * head + t, of dim numbers
     const void *seen;          // of a head's entry t: b * seen_row + h * seen_head + t; null: all are seen
     float *weights;            // logarithms of the entries' weights, where the keys are; null: all weigh 1
-    void *out;                 // [batch, heads, groups, fresh, dim]
+    void *out;                 // [batch, fresh, heads, groups, dim]
     int64_t batch, heads, groups, dim, size, row, head;
     int64_t item, seen_row, seen_head; // item: bytes of a mark; one byte is true, two or four are 0 where seen
     int64_t newest, half;              // newest: the last entry is seen in any case; half: bfloat16
@@ -99,75 +104,146 @@ INLINE void one_head(const Token *job, int64_t b, int64_t h, int groups, int dim
         }
 }
 
-// `some` queries of a head's last tokens, from number `first` on: query n is that of token n % fresh.
-INLINE void some_of_head(const Token *job, int64_t b, int64_t h, int first, int some, int dim, int half) {
-    float query[some * dim], acc[some * dim], logits[some * BLOCK], most[some], sum[some], x[BLOCK * dim];
-    int32_t found[BLOCK], sees[some];
-    int64_t number = (b * job->heads + h) * job->groups * job->fresh + first;
-    int64_t start = b * job->row + h * job->head, t = 0;
-    loaded(job->query, number * dim, half, some * dim, query);
-    for (int j = 0; j < some * dim; j++) query[j] *= job->scale, acc[j] = 0;
-    for (int r = 0; r < some; r++) most[r] = -3e38f, sum[r] = 0;
+INLINE Floats floats_at(const float *from) {
+    Floats x;
+    memcpy(&x, from, BYTES);
+    return x;
+}
+
+// Sums of x[m, k] * y[k, r] over `count` k, for `rows` m and `vectors` vectors of r; they become `to` [m, wide], or are
+// added to it. x[m, k] is at m * down + k * along; y [k, wide].
+INLINE void sums_of(const float *restrict x, int64_t down, int64_t along, const float *restrict y, int64_t count,
+                    float *restrict to, int64_t wide, int add, int rows, int vectors) {
+    Floats a[SIDE * DEEP];
+#pragma GCC unroll 16
+    for (int m = 0; m < rows; m++)
+#pragma GCC unroll 16
+        for (int v = 0; v < vectors; v++)
+            a[m * vectors + v] = add ? floats_at(to + m * wide + v * LANES) : (Floats){0};
+    for (int64_t k = 0; k < count; k++) {
+        Floats b[DEEP];
+#pragma GCC unroll 16
+        for (int v = 0; v < vectors; v++) b[v] = floats_at(y + k * wide + v * LANES);
+#pragma GCC unroll 16
+        for (int m = 0; m < rows; m++)
+#pragma GCC unroll 16
+            for (int v = 0; v < vectors; v++) a[m * vectors + v] += x[m * down + k * along] * b[v];
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < rows; m++)
+#pragma GCC unroll 16
+        for (int v = 0; v < vectors; v++) memcpy(to + m * wide + v * LANES, &a[m * vectors + v], BYTES);
+}
+
+// The same for `all` m, and all r of `wide`, a multiple of LANES.
+static __attribute__((noinline)) void all_sums(const float *x, int64_t down, int64_t along, int64_t all, const float *y,
+                                               int64_t count, float *to, int64_t wide, int add) {
+#define SUMS(M, V) sums_of(x + m * down, down, along, y + r, count, to + m * wide + r, wide, add, M, V)
+    int64_t r = 0;
+    for (int64_t left = (wide / LANES + DEEP - 1) / DEEP, some; left; left--, r += some * LANES) {
+        int64_t m = 0;
+        some = ((wide - r) / LANES + left - 1) / left;
+        for (; m + SIDE <= all; m += SIDE)
+            if (some == 3) SUMS(SIDE, 3);
+            else if (some == 2) SUMS(SIDE, 2);
+            else SUMS(SIDE, 1);
+        for (; m < all; m++)
+            if (some == 3) SUMS(1, 3);
+            else if (some == 2) SUMS(1, 2);
+            else SUMS(1, 1);
+    }
+#undef SUMS
+}
+
+// Entries of a head as float32, of n slots from number `start` on: in place, or copied to `room`.
+INLINE const float *entries_at(const void *from, int64_t start, const int32_t *slots, int n, int64_t dim, int half,
+                               float *room) {
+    if (n && !half && slots[n - 1] - slots[0] == n - 1) return (const float *)from + (start + slots[0]) * dim;
+    for (int i = 0; i < n; i++) loaded(from, (start + slots[i]) * dim, half, (int)dim, room + i * dim);
+    return room;
+}
+
+// Logits [n, wide] become powers of their differences to each query's greatest one so far; what was summed up before
+// follows it. hidden: query r does not see the slots from ends[r] on.
+INLINE void weigh_all(float *restrict s, const int32_t *found, int n, const int64_t *ends, int hidden, int64_t wide,
+                      float *restrict most, float *restrict sum, float *restrict acc, int64_t dim) {
+    float before[wide];
+    for (int64_t r = 0; r < wide; r++) before[r] = most[r];
+    for (int i = 0; hidden && i < n; i++)
+        for (int64_t r = 0; r < wide; r++) s[i * wide + r] = found[i] < ends[r] ? s[i * wide + r] : -3e38f;
+    for (int i = 0; i < n; i++)
+        for (int64_t r = 0; r < wide; r++) most[r] = s[i * wide + r] > most[r] ? s[i * wide + r] : most[r];
+    for (int64_t r = 0; r < wide; r++) before[r] = exp_of(before[r] - most[r]), sum[r] *= before[r];
+    for (int i = 0; i < n; i++)
+        for (int64_t r = 0; r < wide; r++) s[i * wide + r] = exp_of(s[i * wide + r] - most[r]);
+    for (int i = 0; hidden && i < n; i++)
+        for (int64_t r = 0; r < wide; r++) s[i * wide + r] = found[i] < ends[r] ? s[i * wide + r] : 0;
+    for (int i = 0; i < n; i++)
+        for (int64_t r = 0; r < wide; r++) sum[r] += s[i * wide + r];
+    for (int64_t j = 0; j < dim; j++)
+        for (int64_t r = 0; r < wide; r++) acc[j * wide + r] *= before[r];
+}
+
+// Number of a head's query n in `query` and `out`: that of head n % groups of token n / groups.
+INLINE int64_t place_of(const Token *job, int64_t b, int64_t h, int64_t n) {
+    return ((b * job->fresh + n / job->groups) * job->heads + h) * job->groups + n % job->groups;
+}
+
+// `some` queries of a head's last tokens, from number `first` on, side by side in vectors.
+static __attribute__((noinline)) void together(const Token *job, int64_t b, int64_t h, int64_t first, int64_t some) {
+    int64_t dim = job->dim, wide = (some + LANES - 1) / LANES * LANES, start = b * job->row + h * job->head, t = 0;
+    float query[dim * wide], acc[dim * wide], s[BLOCK * wide], most[wide], sum[wide], x[BLOCK * dim], row[dim];
+    int32_t found[BLOCK];
+    int64_t ends[wide], least = job->size - (job->fresh - 1 - first / job->groups) * job->apart;
+    memset(query, 0, sizeof(query)), memset(acc, 0, sizeof(acc));
+    for (int64_t r = 0; r < wide; r++) most[r] = -3e38f, sum[r] = 0, ends[r] = job->size;
+    for (int64_t r = 0; r < some; r++) {
+        loaded(job->query, place_of(job, b, h, first + r) * dim, (int)job->half, (int)dim, row);
+        for (int64_t j = 0; j < dim; j++) query[j * wide + r] = row[j] * job->scale;
+        ends[r] = job->size - (job->fresh - 1 - (first + r) / job->groups) * job->apart;
+    }
     while (t < job->size) {
         int n = next_seen(job, b * job->seen_row + h * job->seen_head, &t, found);
-        for (int i = 0; i < n; i++) loaded(job->keys, (start + found[i]) * dim, half, dim, x + i * dim);
-        for (int r = 0; r < some; r++) {
-            int64_t end = job->size - (job->fresh - 1 - (first + r) % job->fresh) * job->apart;
-            float *restrict s = logits + r * BLOCK;
-            int seen = n;
-            while (seen && found[seen - 1] >= end) seen--;
-            sees[r] = seen;
-            for (int i = 0; i < seen; i++) {
-                const float *restrict q = query + r * dim, *restrict key = x + i * dim;
-                float product = 0;
-                for (int j = 0; j < dim; j++) product += q[j] * key[j];
-                s[i] = product;
-            }
-            if (job->weights)
-                for (int i = 0; i < seen; i++) s[i] += job->weights[start + found[i]];
-            if (seen) weigh(s, seen, most + r, sum + r, acc + r * dim, dim);
-        }
-        for (int i = 0; i < n; i++) loaded(job->values, (start + found[i]) * dim, half, dim, x + i * dim);
-        for (int r = 0; r < some; r++)
-            for (int i = 0; i < sees[r]; i++) {
-                float *restrict to = acc + r * dim, weight = logits[r * BLOCK + i];
-                const float *restrict value = x + i * dim;
-                for (int j = 0; j < dim; j++) to[j] += weight * value[j];
-            }
+        if (!n) continue;
+        const float *keys = entries_at(job->keys, start, found, n, dim, (int)job->half, x);
+        all_sums(keys, dim, 1, n, query, dim, s, wide, 0);
+        for (int i = 0; job->weights && i < n; i++)
+            for (int64_t r = 0; r < wide; r++) s[i * wide + r] += job->weights[start + found[i]];
+        weigh_all(s, found, n, ends, found[n - 1] >= least, wide, most, sum, acc, dim);
+        all_sums(entries_at(job->values, start, found, n, dim, (int)job->half, x), 1, dim, dim, s, n, acc, wide, 1);
     }
-    for (int r = 0; r < some; r++) {
+    for (int64_t r = 0; r < some; r++) {
         // Padding may see nothing.
         float share = sum[r] > 0 ? 1 / sum[r] : 0;
-        for (int j = 0; j < dim; j++) {
-            float is = acc[r * dim + j] * share;
-            if (half) ((uint16_t *)job->out)[(number + r) * dim + j] = to_half(is);
-            else ((float *)job->out)[(number + r) * dim + j] = is;
+        int64_t to = place_of(job, b, h, first + r) * dim;
+        for (int64_t j = 0; j < dim; j++) {
+            float is = acc[j * wide + r] * share;
+            if (job->half) ((uint16_t *)job->out)[to + j] = to_half(is);
+            else ((float *)job->out)[to + j] = is;
         }
     }
 }
 
 // Sizes that the compiler knows become straight code.
-#define SIZED(WHAT, ...)                                                                                              \
-    do {                                                                                                              \
-        if (job->half && job->dim == 64) WHAT(job, b, h, __VA_ARGS__, 64, 1);                                         \
-        else if (job->half && job->dim == 128) WHAT(job, b, h, __VA_ARGS__, 128, 1);                                  \
-        else if (job->half) WHAT(job, b, h, __VA_ARGS__, (int)job->dim, 1);                                           \
-        else if (job->dim == 64) WHAT(job, b, h, __VA_ARGS__, 64, 0);                                                 \
-        else WHAT(job, b, h, __VA_ARGS__, (int)job->dim, 0);                                                          \
-    } while (0)
-
-// Apart from each other, so that each becomes the code that it is alone.
 static __attribute__((noinline)) void alone(const Token *job, int64_t b, int64_t h) {
-    SIZED(one_head, (int)job->groups);
-}
-
-static __attribute__((noinline)) void together(const Token *job, int64_t b, int64_t h, int64_t first, int64_t some) {
-    SIZED(some_of_head, (int)first, (int)some);
+    int groups = (int)job->groups;
+    if (job->half && job->dim == 64) one_head(job, b, h, groups, 64, 1);
+    else if (job->half && job->dim == 128) one_head(job, b, h, groups, 128, 1);
+    else if (job->half) one_head(job, b, h, groups, (int)job->dim, 1);
+    else if (job->dim == 64) one_head(job, b, h, groups, 64, 0);
+    else one_head(job, b, h, groups, (int)job->dim, 0);
 }
 
 void attend(const Token *job, int64_t threads) {
-    int64_t queries = job->groups * job->fresh, parts = job->fresh > 1 ? (queries + ROWS - 1) / ROWS : 1;
-    int64_t most = (queries + parts - 1) / parts, tasks = job->batch * job->heads * parts;
+    int64_t queries = job->groups * job->fresh, rows = job->batch * job->heads, parts = 1, most = queries;
+    if (job->fresh > 1) {
+        // Each thread gets some, if these are not too few to pay for reading the entries again.
+        int64_t wanted = (threads + rows - 1) / rows, few = queries / FEWEST;
+        parts = (queries + ROWS - 1) / ROWS, wanted = wanted < few ? wanted : few;
+        parts = parts > wanted ? parts : wanted;
+        most = (queries + parts - 1) / parts, parts = (queries + most - 1) / most;
+    }
+    int64_t tasks = rows * parts;
 #pragma omp parallel for schedule(dynamic, 1) num_threads((int)threads) \
     if (threads > 1 && tasks > 1 && tasks * job->size * job->dim > MANY)
     for (int64_t i = 0; i < tasks; i++) {
@@ -184,10 +260,10 @@ typedef int64_t (*Before)(const void *layer, const void *x, const void *cosine, 
 typedef int64_t (*After)(const void *layer, const void *attended, const void *x, void *scratch, void *out, int64_t rows,
                          int64_t threads);
 
-// A decoder layer, of layers.c, and its stored entries, which a token's join.
+// A decoder layer, of layers.c, and its stored entries, which those of the tokens join.
 typedef struct {
     const void *layer;
-    Token job;       // `size` of the entries without the token
+    Token job;       // `size` of the entries without the tokens
     int32_t *index;  // token index of each entry, in the order of the keys
     int64_t stride;  // slots that a token takes: one for all heads, or one for each, side by side
     int64_t written; // the marks' slots that are read are multiples of it
@@ -196,48 +272,52 @@ typedef struct {
 // Caches whose tokens pass together.
 typedef struct {
     Stored *layers;
-    int64_t index; // token index of the token of each row
+    int64_t index; // token index of the first token of each row
 } Rows;
 
-// A token of each row through several layers.
+// Tokens of each row through several layers.
 typedef struct {
     Before before;
     After after;
     const Rows *caches;
     const void *cosine, *sine; // [angles, dim of a head]
-    void *scratch;             // for each row: four times `wide`, `dim`, and what a layer needs
+    void *scratch;             // for each token: four times `wide`, `dim`, and what a layer needs
     int64_t number, count;     // caches; layers
-    int64_t rows, dim, wide;   // rows of all caches; channels of hidden states; the most that queries and values have
+    int64_t rows, dim, wide;   // tokens of all caches; channels of hidden states; the most that queries and values have
     int64_t angles, half;
 } Pass;
 
-// Marks of a new token: it is real, or of each head its own slot is seen, others are not, nor those behind them.
+// Marks of new tokens: they are real, or of each head its own slots are seen, others are not, nor those behind them.
 INLINE void mark(const Stored *stored) {
     const Token *job = &stored->job;
-    int64_t size = job->size, end = size + stored->stride;
+    int64_t size = job->size, used = job->fresh * stored->stride, end = size + used;
     end = (end + stored->written - 1) / stored->written * stored->written;
     for (int64_t b = 0; b < job->batch; b++)
         for (int64_t h = 0; h < job->heads; h++) {
             int64_t at = b * job->seen_row + h * job->seen_head;
-            for (int64_t t = size; t < end; t++)
+            for (int64_t t = size; t < end; t++) {
+                int own = t - size < used && (t - size) % stored->stride == h;
                 if (job->item == 1) ((uint8_t *)job->seen)[at + t] = 1;
-                else if (job->item == 2) ((uint16_t *)job->seen)[at + t] = t - size == h ? 0 : 0xff7f;
-                else ((uint32_t *)job->seen)[at + t] = t - size == h ? 0 : 0xff7fffff;
+                else if (job->item == 2) ((uint16_t *)job->seen)[at + t] = own ? 0 : 0xff7f;
+                else ((uint32_t *)job->seen)[at + t] = own ? 0 : 0xff7fffff;
+            }
         }
 }
 
-// Store a token's key and value [batch, heads, dim].
-static void add_entry(const Stored *stored, const char *key, const char *value, int64_t index) {
+// Store keys and values of tokens [batch, fresh, heads, dim]; index: of the first of them.
+static void add_entries(const Stored *stored, const char *key, const char *value, int64_t index) {
     const Token *job = &stored->job;
     int64_t bytes = job->dim * (job->half ? 2 : 4), apart = stored->stride > 1;
     for (int64_t b = 0; b < job->batch; b++)
-        for (int64_t h = 0; h < job->heads; h++) {
-            int64_t from = (b * job->heads + h) * bytes, to = b * job->row + h * (job->head + apart) + job->size;
-            memcpy((char *)job->keys + to * bytes, key + from, (size_t)bytes);
-            memcpy((char *)job->values + to * bytes, value + from, (size_t)bytes);
-            stored->index[to] = (int32_t)index;
-            if (job->weights) job->weights[to] = 0;
-        }
+        for (int64_t n = 0; n < job->fresh; n++)
+            for (int64_t h = 0; h < job->heads; h++) {
+                int64_t to = b * job->row + h * (job->head + apart) + job->size + n * stored->stride;
+                memcpy((char *)job->keys + to * bytes, key, (size_t)bytes);
+                memcpy((char *)job->values + to * bytes, value, (size_t)bytes);
+                stored->index[to] = (int32_t)(index + n);
+                if (job->weights) job->weights[to] = 0;
+                key += bytes, value += bytes;
+            }
     if (job->seen) mark(stored);
 }
 
@@ -247,9 +327,10 @@ static void attend_stored(const Pass *pass, int64_t layer, char *query, const ch
     for (int64_t c = 0; c < pass->number; c++) {
         Stored *stored = pass->caches[c].layers + layer;
         Token *job = &stored->job;
-        int64_t entries = job->batch * job->heads * job->dim * (job->half ? 2 : 4), queries = entries * job->groups;
-        add_entry(stored, key, value, pass->caches[c].index);
-        job->size += stored->stride;
+        int64_t entries = job->batch * job->fresh * job->heads * job->dim * (job->half ? 2 : 4);
+        int64_t queries = entries * job->groups;
+        add_entries(stored, key, value, pass->caches[c].index);
+        job->size += job->fresh * stored->stride, job->apart = stored->stride;
         job->query = query, job->out = attended;
         attend(job, threads);
         key += entries, value += entries, query += queries, attended += queries;

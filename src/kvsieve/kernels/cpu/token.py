@@ -13,8 +13,10 @@ from kvsieve.kernels.cpu.build import Library, function, library
 from kvsieve.kernels.cpu.cores import asked_threads
 
 _DTYPES = (torch.float32, torch.bfloat16)
-# From this many slots a KV row deserves several threads, which the kernel does not use.
+# From this many slots every thread should get a part.
 _LONG = 1024
+# Queries of several tokens that a part has at least; see token.c.
+_FEWEST = 16
 
 
 class TokenFields(Structure):
@@ -37,7 +39,12 @@ def why_not(query: Tensor, keys: Tensor, values: Tensor, rows: int, log_weight: 
 
     It does on a CPU, in one dtype of _DTYPES, without gradients, if entries are adjacent in memory.
 
-    rows: KV rows; each runs on one thread. log_weight: float32, of the slots of `keys`; None for none.
+    Args:
+        query: [B, Hq, L, D].
+        keys: [..., N, D].
+        values: the same shape.
+        rows: KV rows; each runs on one thread, or on several if L > 1 and it has many queries.
+        log_weight: float32, of the slots of `keys`; None for none.
     """
     dtype = query.dtype
     if not (query.is_cpu and dtype in _DTYPES and keys.dtype == dtype and values.dtype == dtype):
@@ -46,13 +53,19 @@ def why_not(query: Tensor, keys: Tensor, values: Tensor, rows: int, log_weight: 
         return "a gradient is wanted"
     if (reason := built().reason) is not None:
         return reason
-    if keys.shape[-2] >= _LONG and rows < asked_threads():
+    if keys.shape[-2] >= _LONG and _parts(query, rows) < asked_threads():
         return "there are fewer KV rows than threads"
     apart = keys.stride()
     beside = apart == values.stride() and apart[-1] == 1 and apart[-2] == keys.shape[-1] == values.shape[-1]
     if beside and log_weight is not None:
         beside = log_weight.stride() == tuple(step // keys.shape[-1] for step in apart[:-1])
     return None if beside else "entries do not stand side by side"
+
+
+def _parts(query: Tensor, rows: int) -> int:
+    """Return the most parts that the kernel divides its work into."""
+    batch, heads, new, _ = query.shape
+    return rows if new == 1 else rows * max(batch * heads * new // rows // _FEWEST, 1)
 
 
 def token_attention(
@@ -64,21 +77,22 @@ def token_attention(
     valid: Tensor | None = None,
     log_weight: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one token over the newest entry and all valid ones.
+    """Attention of the last tokens, each over its own entry and all valid ones before it.
 
     Args:
-        query: [B, Hq, 1, D].
-        keys: [B, H, N, D], the first entries of buffers in which a head's entries are adjacent.
+        query: [B, Hq, L, D].
+        keys: [B, H, N, D], the first entries of buffers in which a head's entries are adjacent; the last L are those
+            of the tokens.
         values: [B, H, N, D], in buffers of the same size.
         scale: factor of the query-key products.
-        valid: bool [B, H or 1, N], False for padding; None if there is none.
+        valid: bool [B, H or 1, N], False for padding; None if there is none. With several tokens, theirs are real.
         log_weight: float32 [B, H, N], in a buffer with the slots of `keys`, added to the logits; None for nothing.
 
     Returns:
-        [B, Hq, 1, D].
+        [B, Hq, L, D].
     """
     batch, heads, size, dim = keys.shape
-    fields = TokenFields(row=keys.stride(0) // dim, head=keys.stride(1) // dim, newest=1)
+    fields = TokenFields(row=keys.stride(0) // dim, head=keys.stride(1) // dim, newest=1, apart=1)
     if valid is not None:
         fields.item, fields.seen, fields.seen_row = 1, valid.data_ptr(), valid.stride(0)
         fields.seen_head = valid.stride(1) if valid.shape[1] > 1 else 0
@@ -120,16 +134,18 @@ def ragged_token_attention(
 def _run(
     fields: TokenFields, query: Tensor, keys: Tensor, values: Tensor, shape: tuple[int, ...], scale: float
 ) -> Tensor:
-    query = query.contiguous()
+    # As projections give them: token by token.
+    query = query.transpose(1, 2).contiguous()
     out = torch.empty_like(query)
     fields.query, fields.keys, fields.values, fields.out = (part.data_ptr() for part in (query, keys, values, out))
     fields.batch, fields.heads, fields.size = shape
-    fields.groups = query.shape[1] // shape[1]
-    fields.fresh, fields.dim = query.shape[2:]
+    fields.groups = query.shape[2] // shape[1]
+    fields.fresh = query.shape[1]
+    fields.dim = query.shape[3]
     fields.half = query.dtype == torch.bfloat16
     fields.scale = scale
     _kernel()(byref(fields), torch.get_num_threads())
-    return out
+    return out.transpose(1, 2)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Python interface of the C kernel for tokens' way through several decoder layers and their stored entries."""
+"""Python interface of the C kernel for the way of tokens through several decoder layers and their stored entries."""
 
 from __future__ import annotations
 
@@ -39,32 +39,41 @@ class _PassFields(Structure):
 
 
 class TokenEntries:
-    """Entries of all layers of a cache, which a token of each row joins and attends to.
+    """Entries of all layers of a cache, which the next tokens of each row join and attend to.
 
     Args:
         layers: in order; the caller keeps their weights alive.
         scales: factor of each layer's query-key products.
         batch: rows.
+        tokens: of each row.
         dtype: of hidden states and entries, float32 or bfloat16.
         lanes: of entries in different numbers per head, attention may read slots up to the next multiple of it.
 
     Attributes:
         layers: as given.
         batch: rows.
+        tokens: of each row.
         address: of the kernel's description.
         wide: most channels of all heads' queries, keys or values.
-        scratch: numbers that the kernel needs room for, for each row of a pass.
+        scratch: numbers that the kernel needs room for, for each token of a pass.
     """
 
     def __init__(
-        self, layers: Sequence[DecoderLayer], scales: Sequence[float], batch: int, dtype: torch.dtype, lanes: int
+        self,
+        layers: Sequence[DecoderLayer],
+        scales: Sequence[float],
+        batch: int,
+        tokens: int,
+        dtype: torch.dtype,
+        lanes: int,
     ) -> None:
         self.layers = layers
         self.batch = batch
+        self.tokens = tokens
         self._dtype = dtype
         self._lanes = lanes
         self.wide = max(width for layer in layers for width in layer.widths[:3])
-        # Of a row, in numbers; see token.c and layers.c.
+        # Of a token, in numbers; see token.c and layers.c.
         dim = layers[0].dim
         self.scratch = 4 * self.wide + 2 * dim + max(self.wide, *(2 * layer.widths[4] for layer in layers))
         self._heads = [layer.widths[1] // layer.head for layer in layers]
@@ -77,20 +86,20 @@ class TokenEntries:
             job.heads = layer.widths[1] // layer.head
             job.groups = layer.widths[0] // layer.widths[1]
             job.dim = layer.head
-            job.fresh = 1
+            job.fresh = tokens
             job.half = dtype == torch.bfloat16
             job.scale = scale
             fields.layer = layer.address
 
     def place(self, number: int, tensors: Sequence[Tensor | None], size: int) -> int:
-        """Set the entries of a layer; return how many each row's token attends to, 0 for another layout.
+        """Set the entries of a layer; return how many each row's first token attends to, 0 for another layout.
 
         Args:
             number: of the layer.
             tensors: buffers of keys [B, H, N, D] or [B, N, D], of values, of token indices; for the former keys the
                 mask of real entries, bool [B, H or 1, N], or None, for the latter each head's bias [B, H, N]; and of
                 the logarithms of weights, or None.
-            size: slots in use; there is room for the token.
+            size: slots in use; there is room for the tokens.
         """
         keys, values, index, marks, weights = tensors[:5]
         assert keys is not None and values is not None and index is not None
@@ -134,22 +143,24 @@ class TokenEntries:
 def through_layers(
     x: Tensor, cosine: Tensor, sine: Tensor, caches: Sequence[TokenEntries], indices: Sequence[int]
 ) -> Tensor:
-    """Return the last layer's output [B, 1, C] for a token of each row, whose entries are stored in all layers.
+    """Return the last layer's output for tokens whose entries are stored in all layers.
 
     Args:
-        x: [B, 1, C], the first layer's input, contiguous.
-        cosine: [B or 1, 1, D], contiguous, of the dtype of `x`.
+        x: [B, L, C], the first layer's input, contiguous: the tokens of all caches, in order.
+        cosine: [B or 1, L, D], contiguous, of the dtype of `x`.
         sine: the same.
-        caches: of the rows, in order; all with the same layers.
-        indices: token index of the token in its row, for each cache.
+        caches: in order; all with the same layers.
+        indices: token index of the first token of each row, for each cache.
     """
     first = caches[0]
-    scratch = x.new_empty(len(x) * first.scratch)
+    tokens = x.shape[0] * x.shape[1]
+    scratch = x.new_empty(tokens * first.scratch)
     out = torch.empty_like(x)
     pairs = zip(caches, indices, strict=True)
     rows = (_RowsFields * len(caches))(*[_RowsFields(cache.address, index) for cache, index in pairs])
     tables = cosine.data_ptr(), sine.data_ptr(), scratch.data_ptr()
-    sizes = len(caches), len(first.layers), len(x), x.shape[-1], first.wide, len(cosine), x.dtype == torch.bfloat16
+    angles = cosine.shape[0] * cosine.shape[1]
+    sizes = len(caches), len(first.layers), tokens, x.shape[-1], first.wide, angles, x.dtype == torch.bfloat16
     fields = _PassFields(*kernel_addresses(), addressof(rows), *tables, *sizes)
     if not _kernel()(byref(fields), x.data_ptr(), out.data_ptr(), torch.get_num_threads()):
         raise MemoryError("there is no memory for a copy of a layer's input")
