@@ -61,7 +61,7 @@ class _TokenChoice:
     entries: TokenEntries | None
 
 
-class _Attended(NamedTuple):
+class _AttendedEntries(NamedTuple):
     """Entries that each row's first token attends to, and how many more each token after it, in all layers together.
 
     Attributes:
@@ -246,7 +246,7 @@ def _rows_of(session: Session, cache: Any) -> Sequence[Session]:
     return rows if all(row.only_appends for row in rows) else ()
 
 
-def _placed(cache: SieveCache, entries: TokenEntries) -> _Attended | None:
+def _placed(cache: SieveCache, entries: TokenEntries) -> _AttendedEntries | None:
     """Set the entries of all layers as they are now; return how many the tokens attend to, None if they cannot."""
     attended = weighted = more = more_weighted = 0
     for number, layer in enumerate(cast("list[SieveLayer]", cache.all_layers)):
@@ -263,7 +263,7 @@ def _placed(cache: SieveCache, entries: TokenEntries) -> _Attended | None:
         else:
             weighted += count
             more_weighted += store.heads
-    return _Attended(attended, weighted, more, more_weighted)
+    return _AttendedEntries(attended, weighted, more, more_weighted)
 
 
 def computed_before(session: Session, number: int, given: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
