@@ -41,9 +41,9 @@ class Session(PassState):
 
         A layer's view, and the form of its entries, may still ask for more.
         """
-        return type(self) is Session and self.tokens.size == 1 and self._adds_nothing()
+        return type(self) is Session and self.tokens.size == 1 and self.only_stores()
 
-    def _adds_nothing(self) -> bool:
+    def only_stores(self) -> bool:
         """Return True if neither plan, driver nor conversation do more than that with the tokens."""
         request = self.request
         if self.step.phase != "decode" or self.tokens.valid is not None or self.order is not None:

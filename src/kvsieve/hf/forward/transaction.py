@@ -52,7 +52,7 @@ class AnswerSession(Session):
 
     @functools.cached_property
     def only_appends(self) -> bool:
-        return self._adds_nothing()
+        return self.only_stores()
 
     def _new_counts(self, tokens: int) -> list[Reads]:
         return [Reads(executors=self.reads.executors) for _ in range(tokens)]
