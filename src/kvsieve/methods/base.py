@@ -10,6 +10,7 @@ from kvsieve.core.scoring import WIDEST
 from kvsieve.core.selection import select_top, top_mask
 from kvsieve.errors import PlanError, UnsupportedModelError, short
 from kvsieve.lazy import Tensor, torch
+from kvsieve.methods.stays import Stays
 from kvsieve.planning.answers import parse_answer, refuse_answer
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.named import plan_without_floor
@@ -20,7 +21,7 @@ from kvsieve.types import LayerContext, ModelFacts, Selection, When
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoredEvictor(Evictor, takes_quotas=True):
+class ScoredEvictor(Stays, Evictor, takes_quotas=True):
     """An evictor that ranks entries: subclasses implement `scores`, this class keeps the best within the budget.
 
     budget: entries kept per layer and KV head, including protected ones; a Budget or its text ("20%", 2048).
@@ -72,10 +73,6 @@ class ScoredEvictor(Evictor, takes_quotas=True):
     def least_budget(self) -> int:
         """Smallest budget in tokens: `minimum`, unless the budget differs from the entries kept."""
         return self.minimum
-
-    @property
-    def why_minimum(self) -> str:
-        return "one entry"
 
     def scores(self, ctx: LayerContext) -> Tensor:
         """Return [B, H, N], or [B, Hq, N] for one set per query head; higher scores stay, +inf protects an entry."""

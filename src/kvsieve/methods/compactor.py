@@ -44,6 +44,8 @@ class Compactor(ScoredEvictor, needs=("rotary",), heads="all", query_aware=False
     attend to each other. sinks, recent: first and last tokens that stay.
     """
 
+    stays = ("sinks", "recent")
+
     parts: Literal["both", "leverage", "attention"] = "both"
     blending: float | None = None
     sketch: int = 48
@@ -68,14 +70,6 @@ class Compactor(ScoredEvictor, needs=("rotary",), heads="all", query_aware=False
     @property
     def when(self) -> When:
         return When(steps=self.every, observes=self.parts != "leverage")
-
-    @property
-    def minimum(self) -> int:
-        return self.sinks + self.recent + 1
-
-    @property
-    def why_minimum(self) -> str:
-        return f"{self.sinks} sinks, {self.recent} recent entries and one more"
 
     def observe(self, ctx: LayerContext) -> None:
         if not skips(self.skip_layers, ctx) and ctx.step.phase == "prefill":

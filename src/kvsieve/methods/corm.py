@@ -28,6 +28,8 @@ class CORM(ScoredEvictor, heads="own", ragged=True, query_aware=True):
     always kept.
     """
 
+    stays = ("recent",)
+
     every: int | None = 1
     queries: int = 256
     recent: int = 256
@@ -36,14 +38,6 @@ class CORM(ScoredEvictor, heads="own", ragged=True, query_aware=True):
         check_int(self, "queries", self.queries, 1)
         check_int(self, "recent", self.recent, 1)
         super().__post_init__()
-
-    @property
-    def minimum(self) -> int:
-        return self.recent + 1
-
-    @property
-    def why_minimum(self) -> str:
-        return f"{self.recent} recent ones and one more"
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
         if skips(self.skip_layers, ctx):

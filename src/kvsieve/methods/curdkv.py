@@ -32,6 +32,8 @@ class CurDKV(ScoredEvictor, heads="own", query_aware=False, fixed_counts=True):
     themselves. projection: columns of the Gaussian matrix; 0 for none. sinks: first tokens that stay.
     """
 
+    stays = ("sinks",)
+
     kind: Literal["product", "mean", "key", "value"] = "product"
     local: int = 16
     projection: int = 0
@@ -42,14 +44,6 @@ class CurDKV(ScoredEvictor, heads="own", query_aware=False, fixed_counts=True):
         check_int(self, "projection", self.projection, 0, most=4096)
         check_int(self, "sinks", self.sinks, 0)
         super().__post_init__()
-
-    @property
-    def minimum(self) -> int:
-        return self.sinks + 1
-
-    @property
-    def why_minimum(self) -> str:
-        return f"{self.sinks} sinks and one more"
 
     def scores(self, ctx: LayerContext) -> Tensor:
         keys, values = (self._leverage(part, ctx.valid) for part in (ctx.keys, ctx.values))

@@ -14,6 +14,7 @@ softmax. Models with capped logits are refused: z has no such form.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvsieve.core.scoring import group_mean, score_dtype
 from kvsieve.core.softmax import sinks_of, softmax
@@ -36,6 +37,8 @@ class FutureQueries(ScoredEvictor, needs=("rotary",)):
     ``ctx.state["queries"]`` has their number, [B]. n_future: future positions that `average_turn` averages over.
     """
 
+    stays: ClassVar[tuple[str, ...]] = ("sinks",)
+
     sinks: int = 4
     n_future: int = 512
 
@@ -47,14 +50,6 @@ class FutureQueries(ScoredEvictor, needs=("rotary",)):
     @property
     def _scatters(self) -> bool:
         return False
-
-    @property
-    def minimum(self) -> int:
-        return self.sinks + 1
-
-    @property
-    def why_minimum(self) -> str:
-        return f"{self.sinks} sinks and one more"
 
     def observe(self, ctx: LayerContext) -> None:
         if skips(self.skip_layers, ctx):

@@ -26,6 +26,7 @@ from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import apply_protection, check_int, hide_padding
+from kvsieve.methods.stays import Stays
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.registry import register_method
@@ -34,12 +35,14 @@ from kvsieve.types import LayerContext, Selection
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finch(ChunkedEvictor, needs=("rotary",), heads="own", takes_quotas=True, query_aware=True):
+class Finch(Stays, ChunkedEvictor, needs=("rotary",), heads="own", takes_quotas=True, query_aware=True):
     """Prefill a context chunk by chunk, keeping the entries that the question attends to.
 
     budget: entries stored at the end of the prompt, including the question's. question_tokens: length of the question
     at the prompt's end, at least 1, always kept. chunk_length: tokens of the context per step.
     """
+
+    stays = ("question_tokens",)
 
     budget: Budget
     question_tokens: int
@@ -49,15 +52,11 @@ class Finch(ChunkedEvictor, needs=("rotary",), heads="own", takes_quotas=True, q
         object.__setattr__(self, "budget", Budget.parse(self.budget))
         check_int(self, "question_tokens", self.question_tokens, 1)
         check_int(self, "chunk_length", self.chunk_length, 1)
-        self.budget.refuse_fewer(self.minimum, "Finch", f"the question of {self.question_tokens} and one more")
+        self.budget.refuse_fewer(self.minimum, "Finch", self.why_minimum)
 
     @property
     def window(self) -> int:
         return self.question_tokens
-
-    @property
-    def minimum(self) -> int:
-        return self.question_tokens + 1
 
     def scores(self, ctx: LayerContext) -> Tensor:
         """Return the question's scores of the entries before it, [B, H, N - question]."""

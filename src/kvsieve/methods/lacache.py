@@ -38,6 +38,8 @@ class LaCache(ScoredEvictor, heads="own", query_aware=False):
     count.
     """
 
+    stays = ("sinks",)
+
     every: int | None = 64
     sinks: int = 4
     span: int | None = None
@@ -53,14 +55,6 @@ class LaCache(ScoredEvictor, heads="own", query_aware=False):
                     f"LaCache: overlap must be below span={self.span}, got {self.overlap}; lower it, or raise span="
                 )
         super().__post_init__()
-
-    @property
-    def minimum(self) -> int:
-        return self.sinks + 1
-
-    @property
-    def why_minimum(self) -> str:
-        return f"{self.sinks} sinks and one more"
 
     def check(self, num_layers: int) -> None:
         super().check(num_layers)

@@ -41,6 +41,8 @@ class FlooredAttention(ExpectedAttention, heads="own", query_aware=False):
     epsilon: at least 0. recent: at least 0.
     """
 
+    stays = ("sinks", "recent")
+
     epsilon: float = 0.02
     recent: int = 1
 
@@ -49,14 +51,6 @@ class FlooredAttention(ExpectedAttention, heads="own", query_aware=False):
         if not 0 <= self.epsilon < float("inf"):
             raise PlanError(f"{type(self).__name__}: epsilon must be a number of at least 0, got {self.epsilon!r}")
         super().__post_init__()
-
-    @property
-    def minimum(self) -> int:
-        return self.sinks + self.recent + 1
-
-    @property
-    def why_minimum(self) -> str:
-        return f"{self.sinks} sinks, {self.recent} recent entries and one more"
 
     def scores(self, ctx: LayerContext) -> Tensor:
         scores = super().scores(ctx)

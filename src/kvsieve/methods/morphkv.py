@@ -31,6 +31,8 @@ class MorphKV(ScoredEvictor, needs=("uncapped",), heads="own", query_aware=True)
     window: R, newest entries, always kept. fusion: "sum" or "max" of the queries' weights.
     """
 
+    stays = ("window",)
+
     every: int | None = 1
     window: int = 32
     fusion: Literal["sum", "max"] = "sum"
@@ -38,14 +40,6 @@ class MorphKV(ScoredEvictor, needs=("uncapped",), heads="own", query_aware=True)
     def __post_init__(self) -> None:
         check_int(self, "window", self.window, 1)
         super().__post_init__()
-
-    @property
-    def minimum(self) -> int:
-        return self.window + 1
-
-    @property
-    def why_minimum(self) -> str:
-        return f"the window of {self.window} and one more"
 
     def scores(self, ctx: LayerContext) -> Tensor:
         asked, _, visible = before_window(ctx, self.window)

@@ -35,6 +35,8 @@ class QFilters(ScoredEvictor, heads="own", query_aware=False):
     default as in the paper; a question at the end of a prompt needs them.
     """
 
+    stays = ("recent",)
+
     filters: Filters = field(repr=False)
     recent: int = 0
 
@@ -42,14 +44,6 @@ class QFilters(ScoredEvictor, heads="own", query_aware=False):
         set_numbers(self, "filters", "[layers][KV heads][D]")
         check_int(self, "recent", self.recent, 0)
         super().__post_init__()
-
-    @property
-    def minimum(self) -> int:
-        return self.recent + 1
-
-    @property
-    def why_minimum(self) -> str:
-        return f"{self.recent} recent ones and one more"
 
     def check_layer(self, index: int, num_layers: int, heads: int, query_heads: int, dim: int) -> None:
         layer = self.filters[index] if len(self.filters) == num_layers else ()

@@ -33,6 +33,8 @@ class Random(ScoredEvictor, heads="own", query_aware=False):
     recent: newest entries, always kept, at least 0. seed: of the draws; the same one keeps the same entries.
     """
 
+    stays = ("recent",)
+
     every: int | None = 64
     recent: int = 64
     seed: int = 0
@@ -41,14 +43,6 @@ class Random(ScoredEvictor, heads="own", query_aware=False):
         check_int(self, "recent", self.recent, 0)
         check_int(self, "seed", self.seed, 0)
         super().__post_init__()
-
-    @property
-    def minimum(self) -> int:
-        return self.recent + 1
-
-    @property
-    def why_minimum(self) -> str:
-        return f"{self.recent} recent ones and one more"
 
     def scores(self, ctx: LayerContext) -> Tensor:
         return drawn(ctx, positions(ctx), self.seed).masked_fill(last_real(ctx, self.recent), float("inf"))

@@ -17,6 +17,7 @@ from kvsieve.core.selection import best_of_layers, entries_at, pack_ragged, sele
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import apply_protection, check_int, first_real, hide_padding, parse_layers, skips
 from kvsieve.methods.repeating import side_by_side
+from kvsieve.methods.stays import Stays
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.roles import Branch, ProbePasses, ProbingEvictor, Traits
 from kvsieve.types import LayerContext, Selection
@@ -28,13 +29,15 @@ Fed = Callable[[int, Tensor, int], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReconstructionEvictor(ProbingEvictor, ragged=True, takes_quotas=True):
+class ReconstructionEvictor(Stays, ProbingEvictor, ragged=True, takes_quotas=True):
     """An evictor that feeds tokens for every chunk of a conversation, and ranks the chunk's entries by their attention.
 
     budget: entries per layer and KV head, including the prefix, on average over layers and heads unless ``uniform``.
     prefix: first tokens that always stay, at least 1. chunk_length: tokens of a chunk. uniform: the same number in
     every head. skip_layers: layers that keep all, not counted.
     """
+
+    stays = ("prefix",)
 
     budget: Budget
     prefix: int = 4
@@ -52,11 +55,7 @@ class ReconstructionEvictor(ProbingEvictor, ragged=True, takes_quotas=True):
         check_int(self, "prefix", self.prefix, 1)
         check_int(self, "chunk_length", self.chunk_length, 1)
         object.__setattr__(self, "skip_layers", parse_layers(self, self.skip_layers))
-        self.budget.refuse_fewer(self.minimum, type(self).__name__, f"the prefix of {self.prefix} and one more")
-
-    @property
-    def minimum(self) -> int:
-        return self.prefix + 1
+        self.budget.refuse_fewer(self.minimum, type(self).__name__, self.why_minimum)
 
     @abstractmethod
     def prepare(self, passes: ProbePasses, numbers: Tensor) -> tuple[Branch, Fed]:

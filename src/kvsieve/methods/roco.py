@@ -33,6 +33,8 @@ class RoCo(ScoredEvictor, heads="own", query_aware=True):
     and first entries that always stay.
     """
 
+    stays = ("sinks", "newest")
+
     every: int | None = 1
     recent: float = 0.3
     newest: int = 10
@@ -43,14 +45,6 @@ class RoCo(ScoredEvictor, heads="own", query_aware=True):
         check_int(self, "newest", self.newest, 1)
         check_int(self, "sinks", self.sinks, 0)
         super().__post_init__()
-
-    @property
-    def minimum(self) -> int:
-        return self.sinks + self.newest + 1
-
-    @property
-    def why_minimum(self) -> str:
-        return f"{self.sinks} sinks, {self.newest} newest ones and one more"
 
     def ranks(self, ctx: LayerContext, kept: tuple[int, ...]) -> Tensor:
         count = ctx.state["queries"].clamp_min(1)

@@ -38,6 +38,8 @@ class SnapKV(ScoredEvictor, heads="own", query_aware=True, fixed_counts=True):
     per_query_head: one set per query head, stored G times; for fidelity to the original code only.
     """
 
+    stays = ("window",)
+
     window: int = 32
     kernel: Kernel = 7
     pooling: Pool = "avg"
@@ -47,14 +49,6 @@ class SnapKV(ScoredEvictor, heads="own", query_aware=True, fixed_counts=True):
         check_int(self, "window", self.window, 1)
         check_kernel(self, self.kernel)
         super().__post_init__()
-
-    @property
-    def minimum(self) -> int:
-        return self.window + 1
-
-    @property
-    def why_minimum(self) -> str:
-        return f"the window of {self.window} and one more"
 
     def stored_heads(self, kv_heads: int, query_heads: int) -> int:
         return query_heads if self.per_query_head else kv_heads

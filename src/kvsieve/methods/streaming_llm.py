@@ -24,15 +24,13 @@ class StreamingLLM(ScoredEvictor, heads="own", query_aware=False, fixed_counts=T
     sinks: tokens kept at the start of the row, at least 0.
     """
 
+    stays = ("sinks",)
+
     sinks: int = 4
 
     def __post_init__(self) -> None:
         check_int(self, "sinks", self.sinks, 0)
         super().__post_init__()
-
-    @property
-    def minimum(self) -> int:
-        return self.sinks + 1
 
     @property
     def why_minimum(self) -> str:

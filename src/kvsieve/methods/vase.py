@@ -39,6 +39,8 @@ class VaSE(ScoredEvictor, heads="own", query_aware=True):
     always kept; the first four entries count among them. seed: of the draws.
     """
 
+    stays = ("window", "large")
+
     every: int | None = 128
     window: int = 128
     large: int = 200
@@ -49,14 +51,6 @@ class VaSE(ScoredEvictor, heads="own", query_aware=True):
         check_int(self, "large", self.large, 0)
         check_int(self, "seed", self.seed, 0)
         super().__post_init__()
-
-    @property
-    def minimum(self) -> int:
-        return self.window + self.large + 1
-
-    @property
-    def why_minimum(self) -> str:
-        return f"a window of {self.window}, {self.large} large values and one more"
 
     def scores(self, ctx: LayerContext) -> Tensor:
         asked, older, visible = before_window(ctx, self.window)
