@@ -42,8 +42,11 @@ FAMILIES = {
     "mixtral": (SHAPE, 2 * 4 + 2),
     "gpt2": ({"n_embd": 96, "n_layer": 2}, 2),
 }
-# Norms without weights.
-ALL_MATRICES = {"olmo": ({**SHAPE, "tie_word_embeddings": False}, 0)}
+# Norms without weights, and forwards that read the weights of some layers.
+OTHERS = {
+    "olmo": ({**SHAPE, "tie_word_embeddings": False}, 0),
+    "mamba": ({"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "tie_word_embeddings": False}, 3),
+}
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 MAPS = Path("/proc/self/maps")
 PROMPT = torch.arange(3, 83)[None]
@@ -57,7 +60,7 @@ def saved(tmp_path_factory):
     def of(family="llama", kind="BF16", shards=1):
         folder = root / f"{family}-{kind}-{shards}"
         if not folder.exists():
-            model = build(family, **(FAMILIES | ALL_MATRICES)[family][0])
+            model = build(family, **(FAMILIES | OTHERS)[family][0])
             for name, parameter in model.named_parameters():
                 if name.endswith("bias"):
                     torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
@@ -165,11 +168,11 @@ def test_a_cache_belongs_to_both_forms(saved):
 
 
 def test_memory_is_counted_as_loaded(saved):
-    for family in ("llama", "qwen2", "mixtral"):
+    for family in ("llama", "qwen2", "mixtral", "olmo"):
         name = str(saved(family))
         foot = footprint(model_config(name), "float32", "cpu", name)
         model = load(name)
-        assert (foot.weights, foot.copies) == (weight_bytes(model), 0)
+        assert foot.weights == weight_bytes(model) and bool(foot.copies) == (family == "olmo")
         expanded = footprint(model_config(name), "float32", "cpu", name, "expand")
         assert expanded.copies and expanded.weights == weight_bytes(load(name, "expand"))
 
@@ -220,9 +223,11 @@ def test_otherwise_weights_are_plain(folder, monkeypatch, case):
     assert model.dtype == (torch.bfloat16 if "dtype" in options else torch.float32)
 
 
-def test_a_model_without_other_weights_is_expanded(saved):
-    model = load(saved("olmo"))
-    assert not matrices_of(model) and model.dtype == torch.float32
+@pytest.mark.parametrize("family", OTHERS)
+def test_weights_that_cannot_stay_are_expanded(saved, family):
+    model = load(saved(family))
+    assert len(matrices_of(model)) == OTHERS[family][1] and model.dtype == torch.float32
+    assert type(model.lm_head) is torch.nn.Linear and model.lm_head.weight.dtype == torch.float32
 
 
 def test_a_damaged_checkpoint_has_the_errors_of_plain_weights(folder):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dis
+import functools
+import inspect
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +36,13 @@ def stored_kind(name: str | None, config: Any) -> str | None:
         name: of the checkpoint; None for the demo model.
         config: its config from transformers.
     """
+    from transformers import AutoModelForCausalLM
+
     dtype = config.get_text_config().dtype or config.dtype
     kind = next((kind for kind, known in KINDS.items() if known == dtype), None)
     if not IS_SUPPORTED or name is None or is_gguf(name) or kind is None or quantization_of(config) is not None:
+        return None
+    if type(config) not in AutoModelForCausalLM._model_mapping:
         return None
     folder = Path(name).expanduser()
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
@@ -45,20 +53,36 @@ def stored_kind(name: str | None, config: Any) -> str | None:
 def stored_weights(model: PreTrainedModel) -> frozenset[str]:
     """Return the names of weights that can stay as stored: of linear layers, and of the input embeddings.
 
-    model: may have no memory. Weights tied to one that cannot stay are left out.
+    model: may have no memory. Weights that a forward reads, as Mamba's reads its output's, are left out, and those tied
+        to one that cannot stay; all, if the model would be without others.
     """
     words = model.get_input_embeddings()
     names = {
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if (type(module) is nn.Linear or (module is words and is_table(module))) and not _is_watched(module)
+        f"{path}.{name}.weight".removeprefix(".")
+        for path, parent in model.named_modules()
+        for name, module in parent.named_children()
+        if (type(module) is nn.Linear or (module is words and is_table(module)))
+        and not _is_watched(module)
+        and name not in _read_by(type(parent))
     }
     tied = dict(model.all_tied_weights_keys)
-    return frozenset(names - {name for pair in tied.items() if not names.issuperset(pair) for name in pair})
+    names -= {name for pair in tied.items() if not names.issuperset(pair) for name in pair}
+    stay = {id(model.get_parameter(name)) for name in names}
+    # Others have the model's dtype; OLMo's norms have none.
+    has_others = any(id(weight) not in stay for weight in model.base_model.parameters() if weight.is_floating_point())
+    return frozenset(names) if has_others else frozenset()
 
 
 def _is_watched(module: nn.Module) -> bool:
     return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+@functools.cache
+def _read_by(kind: type[nn.Module]) -> frozenset[str]:
+    """Return the names of modules that the forward of a class reads the weight of."""
+    function = inspect.unwrap(kind.forward)
+    pairs = pairwise(dis.get_instructions(function)) if inspect.isfunction(function) else ()
+    return frozenset(str(one.argval) for one, then in pairs if then.argval == "weight")
 
 
 class AsStored(QuantizationConfigMixin):
@@ -67,7 +91,7 @@ class AsStored(QuantizationConfigMixin):
     They become layers over the mapped numbers of the safetensors files. Weights that are float32 there, or loaded from
     other files, are loaded as without it.
 
-    Raises ValueError, from `from_pretrained`, for a model that would have other weights of 16 bits, or no plain ones.
+    Raises ValueError, from `from_pretrained`, for a model that would have other weights of 16 bits.
     """
 
     def __init__(self) -> None:
@@ -122,9 +146,8 @@ def _put_in(model: Any, names: frozenset[str]) -> None:
         module = model.get_submodule(path)
         matrix = matrices.setdefault(module.weight.data_ptr(), QuantizedMatrix.of(module.weight))
         model.set_submodule(path, layer_over(module, matrix, torch.float32))
-    rest = dict(model.base_model.named_parameters())
     others = [name for name, weight in model.named_parameters() if weight.dtype in KINDS.values()]
-    if others or not any(weight.is_floating_point() for weight in rest.values()):
-        raise ValueError(f"{type(model).__name__} has {others or 'no weights'} besides those that stay as stored")
+    if others:
+        raise ValueError(f"{type(model).__name__} has other weights of 16 bits: {', '.join(others)}")
     model.tie_weights = keep_tied
     include_blocks(model, None)
