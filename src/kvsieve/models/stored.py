@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dis
-import functools
 import inspect
 from itertools import pairwise
 from pathlib import Path
@@ -57,13 +56,14 @@ def stored_weights(model: PreTrainedModel) -> frozenset[str]:
         to one that cannot stay; all, if the model would be without others.
     """
     words = model.get_input_embeddings()
+    read = {kind: _read_by(kind) for kind in {type(module) for module in model.modules()}}
     names = {
         f"{path}.{name}.weight".removeprefix(".")
         for path, parent in model.named_modules()
         for name, module in parent.named_children()
         if (type(module) is nn.Linear or (module is words and is_table(module)))
         and not _is_watched(module)
-        and name not in _read_by(type(parent))
+        and name not in read[type(parent)]
     }
     tied = dict(model.all_tied_weights_keys)
     names -= {name for pair in tied.items() if not names.issuperset(pair) for name in pair}
@@ -77,7 +77,6 @@ def _is_watched(module: nn.Module) -> bool:
     return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-@functools.cache
 def _read_by(kind: type[nn.Module]) -> frozenset[str]:
     """Return the names of modules that the forward of a class reads the weight of."""
     function = inspect.unwrap(kind.forward)
