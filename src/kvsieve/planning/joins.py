@@ -85,25 +85,25 @@ class SelectiveJoin(Join, ABC):
 
 @dataclass(frozen=True)
 class AskedAttention:
-    """Attention to joined documents after the first in their places, mean over heads and over the tokens that attend.
+    """Attention to joined documents in their places, mean over heads and over the tokens that attend.
 
     Attributes:
         question: float32 [layers, N], of the question's tokens.
         last: likewise, of the question's last token, fed alone; None unless the join compares with it.
-        sizes: tokens of each of these documents; N in all.
-        again: bool [N], tokens that earlier rounds prefilled again.
+        sizes: tokens of each document; N in all. The first document is exact in its place.
+        ids: int64 [N], the documents' tokens.
+        asked: int64 [M], the question's tokens.
     """
 
     question: Tensor
     last: Tensor | None
     sizes: Sequence[int]
-    again: Tensor
+    ids: Tensor
+    asked: Tensor
 
 
 class AskedJoin(Join, ABC):
     """Base of joins that choose tokens by the question's attention to the documents in their places.
-
-    Tokens of the first document, with exact entries, take no part.
 
     Attributes:
         compares: needs the attention of the question's last token alone, too.
@@ -111,18 +111,13 @@ class AskedJoin(Join, ABC):
 
     compares: ClassVar[bool] = False
 
-    @property
-    def rounds(self) -> int:
-        """Number of times that the question passes, and tokens are chosen and prefilled again."""
-        return 1
-
     @abstractmethod
     def most(self, sizes: Sequence[int]) -> int:
         """Return the largest number of tokens to prefill again. sizes: tokens of each document after the first."""
 
     @abstractmethod
     def choose(self, attention: AskedAttention) -> Tensor:
-        """Return the tokens that a round prefills again, bool [N]."""
+        """Return the tokens to prefill again, bool [N]; those of the first document stay as they are."""
 
 
 class ParallelJoin(Join, ABC):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -63,33 +65,54 @@ def passed(model, tokens, columns, stored):
     return entries, torch.stack(attention)
 
 
-def attended(model, tokens, stored):
-    """Attention of tokens after the documents to those after the first, summed over layers."""
+def attended(model, tokens, stored, start=START):
+    """Attention of tokens after the documents to columns from `start` on, summed over layers."""
     _, attention = passed(model, tokens, torch.arange(TOTAL, TOTAL + tokens.shape[1]), stored)
-    return attention.sum(0)[START:TOTAL]
+    return attention.sum(0)[start:TOTAL]
 
 
 def of_prophet(model, ids, stored, share):
     return attended(model, QUESTION, stored).topk(round(share * (TOTAL - START))).indices.sort().values + START
 
 
+def chosen(asked, last, texts, question, count):
+    """Numbers of the documents that Relevant chooses, in order. asked, last: attention to each token of documents."""
+    names = range(len(texts))
+    rare = {t: math.log(len(texts) / sum(t in text for text in texts)) for text in texts for t in text}
+    weight = dict.fromkeys(question, 1.0)
+    found = []
+    while len(found) < count:
+        left = [at for at in names if at not in found]
+        ratio = {at: sum(asked[at]) / sum(last[at]) for at in left}
+        words = {at: sum(weight.get(t, 0) * rare[t] for t in set(texts[at])) for at in left}
+        tops = max(ratio.values()), max(words.values()) or 1
+        best = max(left, key=lambda at: ratio[at] / tops[0] / 2 + words[at] / tops[1])
+        found.append(best)
+        leads = {}
+        for t, mass, less in zip(texts[best], asked[best], last[best], strict=True):
+            if t not in question:
+                leads[t] = leads.get(t, 0) + max(mass - less, 0)
+        top = max(leads.values(), default=0) or 1
+        for t in set(texts[best]):
+            weight[t] = 0 if weight.get(t, 0) > 0 else leads.get(t, 0) / top
+    return found
+
+
 def of_relevant(model, ids, stored, documents):
-    """Columns of documents that the question chooses, one per round, and all entries after them."""
+    """Columns of documents that the question chooses, without those of the first, and all entries after them."""
     places = torch.arange(START, TOTAL).split(SIZES[1:])
-    left = list(range(len(places)))
-    again = torch.empty(0, dtype=torch.int64)
-    for _ in range(documents):
-        asked, last = (attended(model, tokens, stored).split(SIZES[1:]) for tokens in (QUESTION, QUESTION[:, -1:]))
-        best = max(left, key=lambda at: asked[at].sum() / last[at].sum())
-        left.remove(best)
-        again = torch.cat([again, places[best]])
-        fresh, _ = passed(model, ids[:, places[best]], places[best], stored)
-        late = places[best][16:]
-        # Entries shifted before have the mean of earlier rounds.
-        share = len(late) / sum(len(places[at][16:]) for at in range(len(places)) if at not in left)
-        stays = torch.cat([places[at] for at in left])
-        stored = shifted(model, fresh, changed(model, stored, fresh, late), share, stays)
-    return again.sort().values, stored
+    asked, last = (
+        [part.tolist() for part in attended(model, tokens, stored, BEFORE).split(SIZES)]
+        for tokens in (QUESTION, QUESTION[:, -1:])
+    )
+    texts = [part.tolist() for part in ids[0, BEFORE:].split(SIZES)]
+    # The first document is exact.
+    best = {*chosen(asked, last, texts, QUESTION[0].tolist(), documents)} - {0}
+    again = torch.cat([places[at - 1] for at in sorted(best)])
+    fresh, _ = passed(model, ids[:, again], again, stored)
+    late = torch.cat([places[at - 1][16:] for at in sorted(best)])
+    stays = torch.cat([place for at, place in enumerate(places, 1) if at not in best])
+    return again, shifted(model, fresh, changed(model, stored, fresh, late), 1.0, stays)
 
 
 def turned(model, x, columns, sign):
@@ -164,16 +187,33 @@ def test_progress_counts_every_token_once(model, ids, kind):
     assert seen == sorted(seen) and seen[-1][0] == TOTAL + found.reread <= seen[-1][1]
 
 
-def test_the_place_of_a_document_does_not_decide(ids):
-    """Attention falls with the distance; a question that repeats a document's rare tokens chooses it anywhere."""
-    last, sizes = torch.tensor([0.1] * 4 + [0.2] * 6 + [0.8] * 5), (4, 6, 5)
-    for number, part in enumerate([slice(0, 4), slice(4, 10), slice(10, 15)]):
+SLICES = [slice(0, 4), slice(4, 10), slice(10, 15)]
+
+
+def test_the_place_of_a_document_does_not_decide():
+    """Attention falls with the distance; the document that draws more than its place does is chosen anywhere."""
+    last, words = torch.tensor([0.1] * 4 + [0.2] * 6 + [0.8] * 5), torch.zeros(15, dtype=torch.int64)
+    for number, part in enumerate(SLICES):
         asked = last.clone()
         asked[part] *= 1.5
-        chosen = Relevant(documents=1).choose(
-            AskedAttention(asked[None], last[None], sizes, torch.zeros(15, dtype=torch.bool))
-        )
-        assert chosen.nonzero().flatten().tolist() == list(range(15))[part], number
+        given = AskedAttention(asked[None], last[None], (4, 6, 5), words, torch.tensor([7]))
+        found = Relevant(documents=1).choose(given)
+        assert found.nonzero().flatten().tolist() == list(range(15))[part], number
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_a_name_leads_to_the_next_document(order):
+    """The question has 7 of one document, and that one's attended name, 8 and 9, is in another one."""
+    texts = [[1, 7, 8, 9], [2, 1, 8, 9, 3, 3], [1, 2, 4, 5, 3]]
+    drawn = [[0.1, 0.3, 0.5, 0.4], [0.1] * 6, [0.1, 0.1, 0.12, 0.13, 0.1]]
+    sizes = tuple(len(texts[at]) for at in order)
+    ids = torch.tensor([token for at in order for token in texts[at]])
+    asked = torch.tensor([mass for at in order for mass in drawn[at]])[None]
+    given = AskedAttention(asked, torch.full_like(asked, 0.1), sizes, ids, torch.tensor([1, 7]))
+    for count, wanted in ((1, {0}), (2, {0, 1})):
+        found = Relevant(documents=count).choose(given).split(sizes)
+        assert {at for at, part in zip(order, found, strict=True) if part.all()} == wanted
+        assert sum(bool(part.any()) for part in found) == count
 
 
 @pytest.mark.parametrize("kind", ["prophet:share=1.0", "relevant:documents=3", "relevant:documents=9"])

@@ -132,7 +132,7 @@ def test_all_tokens_of_a_blended_pass_are_a_full_prefill(model, ids):
     before, texts = documents(ids)
     with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
         stored = sieve.join([*texts], before, kind="modules").cache
-        entries = MovedEntries.of(sieve, stored, torch.arange(TOTAL), torch.zeros(TOTAL, dtype=torch.bool))
+        entries = MovedEntries.of(sieve, [(stored, torch.arange(TOTAL))], torch.zeros(TOTAL, dtype=torch.bool))
         cache = sieve.new_cache()
         feed = functools.partial(prefill_chosen, sieve, cache, ids, entries.layers, join, None)
         entries.prefill(sieve, cache, ids[0], [(START, TOTAL)], feed=feed)

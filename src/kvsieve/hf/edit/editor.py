@@ -284,7 +284,7 @@ def _rewrite(
     """
     turn = cache.conversation.turn
     known = cache.conversation.ids
-    entries = MovedEntries.of(model, cache, layout.target, layout.source < 0)
+    entries = MovedEntries.of(model, [(cache, layout.target)], layout.source < 0)
     cache.touch()
     # A new conversation for a store, which knows entries of the one before.
     conversation = cache.conversation = cache.conversation.copy()

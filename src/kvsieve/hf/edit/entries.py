@@ -12,7 +12,7 @@ from torch import Tensor
 from kvsieve.cache import DenseStore, LayerMemory
 from kvsieve.core.selection import entries_at
 
-# Rotate keys [R, 1, N, D] by distances int64 [R, N].
+# Rotate keys [R, H, N, D] by distances int64 [R, N].
 Rotate = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -35,52 +35,32 @@ class LayerEntries:
     is_sorted: bool = False
 
     @classmethod
-    def moved(cls, store: LayerMemory, target: Tensor, fresh: Tensor, rotate: Rotate) -> LayerEntries:
-        """Return the entries of a store at their new columns, with keys rotated to them.
+    def moved(cls, parts: Sequence[tuple[LayerMemory, Tensor]], fresh: Tensor, rotate: Rotate) -> LayerEntries:
+        """Return the entries of stores of this layer at their new columns, with keys rotated to them.
 
         Args:
-            store: of the layer; it does not change.
-            target: int64 [columns before], the new column of each, -1 for removed tokens.
+            parts: stores, which do not change, each with its target: int64 [columns before], the new column of each, -1
+                for removed tokens. No two have a new column in common.
             fresh: bool [columns after], new tokens.
             rotate: rotates keys of this layer.
         """
-        dense = store.padded()
-        index = dense.index.long()
-        device = index.device
-        column = target.to(device)[index.clamp_min(0)].masked_fill(index < 0, -1)
-        if dense.valid is not None:
-            column = column.masked_fill(~dense.valid, -1)
-        distance = (column - index).masked_fill(column < 0, 0)
-        keys = dense.keys
+        placed = [_placed(store.padded(), target) for store, target in parts]
+        heads = max(part[0].shape[1] for part in placed)
+        keys, values, column, distance = (
+            tensors[0] if len(tensors) == 1 else torch.cat([_with_heads(tensor, heads) for tensor in tensors], 2)
+            for tensors in zip(*placed, strict=True)
+        )
         if bool(distance.any()):
-            alone = keys.reshape(-1, 1, *keys.shape[2:])
-            rotated = rotate(alone, distance.flatten(0, 1)).reshape(keys.shape).to(keys.dtype)
+            # One row of distances for all heads, if these have the same.
+            rows = 1 if bool((distance == distance[:, :1]).all()) else distance.shape[1]
+            alone = keys.reshape(rows, -1, *keys.shape[2:])
+            rotated = rotate(alone, distance[0, :rows]).reshape(keys.shape).to(keys.dtype)
             keys = torch.where((distance == 0)[..., None], keys, rotated)
         # Removed entries and filler go to a column of their own.
-        stored = torch.zeros(*column.shape[:2], len(fresh) + 1, dtype=torch.bool, device=device)
+        stored = torch.zeros(*column.shape[:2], len(fresh) + 1, dtype=torch.bool, device=column.device)
         stored.scatter_(2, column.masked_fill(column < 0, len(fresh)), True)
-        stored = stored[..., :-1] | fresh.to(device)
-        return cls(keys, dense.values, column, stored)._ordered()
-
-    @classmethod
-    def joined(cls, parts: Sequence[LayerEntries]) -> LayerEntries:
-        """Return the entries of several, which have no column in common; dropped ones of all heads are left out."""
-        heads = max(part.column.shape[1] for part in parts)
-        wide = [part._with_heads(heads) for part in parts]
-        real = [(part.column >= 0).any(1)[0] for part in wide]
-        keys, values, column = (
-            torch.cat([tensor[:, :, own] for tensor, own in zip(tensors, real, strict=True)], 2)
-            for tensors in zip(*((part.keys, part.values, part.column) for part in wide), strict=True)
-        )
-        return cls(keys, values, column, torch.stack([part.stored for part in wide]).any(0))._ordered()
-
-    def _with_heads(self, heads: int) -> LayerEntries:
-        """Return them with a copy per query head, if another cache stores `heads` of these."""
-        copies = heads // self.column.shape[1]
-        if copies == 1:
-            return self
-        parts = {name: vars(self)[name].repeat_interleave(copies, 1) for name in ("keys", "values", "column", "stored")}
-        return dataclasses.replace(self, **parts)
+        stored = stored[..., :-1] | fresh.to(column.device)
+        return cls(keys, values, column, stored)._ordered()
 
     def _ordered(self) -> LayerEntries:
         """Return them in memory of their own, sorted if every head has the same columns."""
@@ -153,3 +133,21 @@ class LayerEntries:
             part: Tensor = vars(self)[name]
             vars(self)[name] = torch.cat([part[:, :, stays], given[:, :, slots]], 2)[:, :, order]
         self.column = torch.cat([old[stays], new])[order].expand(1, self.column.shape[1], -1)
+
+
+def _placed(dense: DenseStore, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return keys, values, new columns and distances of a store's entries, without those that no head keeps."""
+    index = dense.index.long()
+    column = target.to(index.device)[index.clamp_min(0)].masked_fill(index < 0, -1)
+    if dense.valid is not None:
+        column = column.masked_fill(~dense.valid, -1)
+    distance = (column - index).masked_fill(column < 0, 0)
+    kept = (column >= 0).any(1)[0]
+    found = (dense.keys, dense.values, column, distance)
+    return found if bool(kept.all()) else tuple(part[:, :, kept] for part in found)
+
+
+def _with_heads(part: Tensor, heads: int) -> Tensor:
+    """Return a copy per query head, if another cache stores `heads` of these."""
+    copies = heads // part.shape[1]
+    return part if copies == 1 else part.repeat_interleave(copies, 1)

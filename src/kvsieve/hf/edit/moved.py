@@ -38,29 +38,28 @@ class MovedEntries:
 
     @classmethod
     def of(
-        cls, model: AttachedModel, cache: SieveCache, target: Tensor, fresh: Tensor, *, rotated: bool = True
+        cls,
+        model: AttachedModel,
+        parts: Sequence[tuple[SieveCache, Tensor]],
+        fresh: Tensor,
+        *,
+        rotated: bool = True,
     ) -> MovedEntries:
-        """Return the entries of a cache, which does not change; see `LayerEntries.moved`.
+        """Return the entries of caches, which do not change; see `LayerEntries.moved`.
 
         rotated: False if keys keep the positions that they have.
         """
-        layers = cache.sieve_layers
-        entries = {
+        layers = {
             index: LayerEntries.moved(
-                layer.store, target, fresh, functools.partial(model.facts.rotate, index) if rotated else _unrotated
+                [(cache.sieve_layers[index].store, target) for cache, target in parts],
+                fresh,
+                functools.partial(model.facts.rotate, index) if rotated else _unrotated,
             )
-            for index, layer in layers.items()
+            for index in parts[0][0].sieve_layers
         }
-        ragged = frozenset(index for index, layer in layers.items() if layer.store.is_ragged)
-        encoded = frozenset(index for index, layer in layers.items() if layer.store.is_encoded)
-        return cls(entries, ragged, encoded)
-
-    @classmethod
-    def joined(cls, parts: Sequence[MovedEntries]) -> MovedEntries:
-        """Return the entries of several caches of one model, which have no column in common."""
-        layers = {index: LayerEntries.joined([part.layers[index] for part in parts]) for index in parts[0].layers}
-        ragged = frozenset().union(*(part.ragged for part in parts))
-        encoded = frozenset().union(*(part.encoded for part in parts))
+        stores = [(index, layer.store) for cache, _ in parts for index, layer in cache.sieve_layers.items()]
+        ragged = frozenset(index for index, store in stores if store.is_ragged)
+        encoded = frozenset(index for index, store in stores if store.is_encoded)
         return cls(layers, ragged, encoded)
 
     def divide_keys(self, start: int, end: int, temperature: float) -> None:

@@ -26,10 +26,9 @@ def choose_asked(
     question: Tensor,
     entries: MovedEntries,
     join: AskedJoin,
-    documents: Span,
-    again: Tensor,
+    end: int,
 ) -> list[Span]:
-    """Return the columns of documents to prefill again, in ascending order; `cache` then has the given entries.
+    """Return the columns to prefill again, in ascending order; `cache` then has the given entries.
 
     Args:
         model: the attached model.
@@ -38,14 +37,19 @@ def choose_asked(
         question: int64 [1, M], tokens after them.
         entries: of the columns, the same ones in every head.
         join: chooses.
-        documents: columns after the first document; their end is that of the entries.
-        again: bool [columns], those that earlier rounds prefilled again.
+        end: column after the entries.
     """
-    start, end = documents
+    documents = texts.start, end
+    ids = torch.cat([texts.ids[:, end:], question], 1)
     last = _attention(model, cache, question[:, -1:], entries, documents) if join.compares else None
-    asked = _attention(model, cache, torch.cat([texts.ids[:, end:], question], 1), entries, documents)
-    chosen = join.choose(AskedAttention(asked, last, texts.later(end), again[start:]))
-    return list(spans_of(torch.cat([torch.zeros(start, dtype=torch.bool), chosen.cpu()])))
+    asked = _attention(model, cache, ids, entries, documents)
+    sizes = texts.until(end)
+    again = torch.zeros(end, dtype=torch.bool)
+    words = texts.ids[0, texts.start : end], question[0]
+    words = texts.ids[0, texts.start : end], question[0]
+    again[texts.start :] = join.choose(AskedAttention(asked, last, sizes, *words)).cpu()
+    again[: texts.start + sizes[0]] = False
+    return list(spans_of(again))
 
 
 def _attention(model: AttachedModel, cache: SieveCache, ids: Tensor, entries: MovedEntries, documents: Span) -> Tensor:

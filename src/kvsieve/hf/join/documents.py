@@ -56,9 +56,9 @@ class JoinTexts:
         """int64 [1, N], everything in order."""
         return torch.cat([self.before, *self.texts])[None]
 
-    def later(self, seen: int) -> list[int]:
-        """Return the sizes of the documents after the first, up to the column `seen`."""
-        ends = zip(self.places[1:], self.sizes[1:], strict=True)
+    def until(self, seen: int) -> list[int]:
+        """Return the sizes of the documents up to the column `seen`."""
+        ends = zip(self.places, self.sizes, strict=True)
         return [min(place + size, seen) - place for place, size in ends if place < seen]
 
     def alone(self, seen: int) -> list[tuple[Tensor, list[int]]]:

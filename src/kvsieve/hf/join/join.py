@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvsieve.errors import UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.cache.edits import EditRecord, spans_of
+from kvsieve.hf.cache.edits import EditRecord
 from kvsieve.hf.cache.records import TurnRecord
 from kvsieve.hf.edit.editor import of_evictor, why_not_rearranged
 from kvsieve.hf.edit.moved import MovedEntries
@@ -75,11 +75,6 @@ def why_not_joined(model: AttachedModel, kind: Join, before: int) -> str | None:
     return reason
 
 
-def _after(done: Callable[[int], None], known: int, more: int) -> None:
-    """Report tokens that are done after `known` earlier ones."""
-    done(known + more)
-
-
 @dataclass
 class Joining:
     """A join in progress.
@@ -124,7 +119,7 @@ class Joining:
         if isinstance(self.kind, SelectiveJoin):
             return self.kind.chosen(self.sieve.num_layers, self.seen - self.first)
         if isinstance(self.kind, AskedJoin):
-            return self.kind.most(self.texts.later(self.seen))
+            return self.kind.most(self.texts.until(self.seen)[1:])
         return sum(end - start for start, end in spans)
 
     def run(self) -> Joined:
@@ -153,11 +148,10 @@ class Joining:
         start = self.texts.start
         again = self._again(self.spans)
         rotated = not isinstance(self.kind, ParallelJoin)
-        fresh = torch.zeros(self.seen, dtype=torch.bool)
         documents = self.texts.alone(self.seen)
         done = start
         most = start + sum(ids.shape[1] - start for ids, _ in documents)
-        parts = []
+        parts: list[tuple[SieveCache, Tensor]] = []
         acted: list[Span] = []
         evicted: set[int] = set()
         self.reader.prefill_beginning(self.texts.before, start + min(self.texts.sizes))
@@ -176,11 +170,12 @@ class Joining:
                 target = torch.arange(start + size) + move
                 target[:begin] = -1
                 target[target >= self.seen] = -1
-                parts.append(MovedEntries.of(self.sieve, cache, target, fresh, rotated=rotated))
+                parts.append((cache, target))
                 acted += [(max(first, begin) + move, last + move) for first, last in cache.conversation.acted]
+        entries = MovedEntries.of(self.sieve, parts, torch.zeros(self.seen, dtype=torch.bool), rotated=rotated)
         cache = self.sieve.new_cache()
         with closing():
-            self._fill(cache, MovedEntries.joined(parts), self._note(most + again, most + again, most))
+            self._fill(cache, entries, self._note(most + again, most + again, most))
         cache.conversation.acted = tuple(sorted(acted))
         cache.conversation.note_approximate([self.kind.spec])
         cache.conversation.edits = EditRecord.joined(self.first, self.seen, self.spans, self.reader.ends)
@@ -208,11 +203,13 @@ class Joining:
             entries.divide_keys(self.texts.start, self.seen, kind.temperature)
             record_parallel(cache, self.texts, kind)
         if isinstance(kind, AskedJoin):
-            self._ask(cache, entries, kind, done)
-        else:
-            spans = [(self.first, self.seen)] if isinstance(kind, SelectiveJoin) else self.spans
-            shift = Shift(self.sieve, self.texts, self.first, self.seen) if kind.shifts else None
-            self._prefill(cache, entries, spans, shift, done, feed)
+            assert self.question is not None
+            self.spans = choose_asked(self.sieve, cache, self.texts, self.question, entries, kind, self.seen)
+        spans = [(self.first, self.seen)] if isinstance(kind, SelectiveJoin) else self.spans
+        shift = Shift(self.sieve, self.texts, self.first, self.seen, spans, entries) if kind.shifts else None
+        entries.prefill(self.sieve, cache, ids[0], spans, chunk, done, feed)
+        if shift is not None:
+            shift.apply(entries)
         entries.finish(self.sieve, cache, self.seen)
         conversation.ids = ids.to(self.sieve.model.device) if needs_ids(self.sieve.plan) else None
         turn = cache.turn
@@ -224,39 +221,6 @@ class Joining:
             turn.record.prompt_tokens = self.seen
             turn.record.kept = {index: layer.store.entries for index, layer in cache.sieve_layers.items()}
             conversation.prompt_lengths = (self.seen,)
-
-    def _ask(
-        self, cache: SieveCache, entries: MovedEntries, kind: AskedJoin, done: Callable[[int], None] | None
-    ) -> None:
-        """Choose tokens by the question, and prefill them again, in the rounds of the join."""
-        assert self.question is not None
-        place = self.first, self.seen
-        again = torch.zeros(self.seen, dtype=torch.bool)
-        shift = Shift(self.sieve, self.texts, self.first, self.seen) if kind.shifts else None
-        for _ in range(kind.rounds):
-            known = int(again.sum())
-            spans = choose_asked(self.sieve, cache, self.texts, self.question, entries, kind, place, again)
-            note = None if done is None else functools.partial(_after, done, known)
-            self._prefill(cache, entries, spans, shift, note)
-            for start, end in spans:
-                again[start:end] = True
-        self.spans = list(spans_of(again))
-
-    def _prefill(
-        self,
-        cache: SieveCache,
-        entries: MovedEntries,
-        spans: Sequence[Span],
-        shift: Shift | None,
-        done: Callable[[int], None] | None,
-        feed: Callable[[], None] | None = None,
-    ) -> None:
-        """Prefill spans of columns again, and shift the entries that stay; see MovedEntries.prefill."""
-        if shift is not None:
-            shift.begin(entries, spans)
-        entries.prefill(self.sieve, cache, self.texts.ids[0], spans, self.reader.chunk, done, feed)
-        if shift is not None:
-            shift.apply(entries)
 
     def _result(self, cache: SieveCache, prefilled: int, reread: int) -> Joined:
         seconds = time.perf_counter() - self.began

@@ -26,45 +26,45 @@ class Shift:
         texts: of the join.
         first: column after the first document.
         seen: columns of the join.
+        spans: of columns, about to be prefilled again.
+        entries: before that.
     """
 
-    def __init__(self, model: AttachedModel, texts: JoinTexts, first: int, seen: int) -> None:
+    def __init__(
+        self,
+        model: AttachedModel,
+        texts: JoinTexts,
+        first: int,
+        seen: int,
+        spans: Sequence[Span],
+        entries: MovedEntries,
+    ) -> None:
         self._model = model
-        self._late = torch.zeros(seen, dtype=torch.bool)
-        for place, size in zip(texts.places, texts.sizes, strict=True):
-            self._late[place + _BEGINNING : place + size] = True
-        self._late[:first] = False
-        self._stays = torch.arange(seen) >= first
-        self._columns = torch.empty(0, dtype=torch.int64)
-        self._before: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        # Entries measured before, by layer: int64 [1, H].
-        self._measured: dict[int, Tensor] = {}
-
-    def begin(self, entries: MovedEntries, spans: Sequence[Span]) -> None:
-        """Note the entries of spans of columns that are about to be prefilled again."""
-        marked = torch.zeros_like(self._late)
+        again = torch.zeros(seen, dtype=torch.bool)
         for start, end in spans:
-            marked[start:end] = True
-        self._stays &= ~marked
-        self._columns = (marked & self._late).nonzero()[:, 0]
+            again[start:end] = True
+        late = torch.zeros(seen, dtype=torch.bool)
+        for place, size in zip(texts.places, texts.sizes, strict=True):
+            late[place + _BEGINNING : place + size] = True
+        late[:first] = False
+        self._stays = ~again
+        self._stays[:first] = False
+        self._columns = (again & late).nonzero()[:, 0]
         self._before = {index: self._found(index, part) for index, part in entries.layers.items()}
 
     def apply(self, entries: MovedEntries) -> None:
-        """Shift the entries that stay by the mean change of those noted."""
+        """Shift the entries that stay by the mean change of those prefilled again."""
         for index, part in entries.layers.items():
             keys, values, real = self._found(index, part)
             old_keys, old_values, before = self._before.pop(index)
             real = (real & before)[..., None]
-            known = self._measured.get(index, torch.zeros(real.shape[:2], dtype=torch.int64, device=real.device))
-            total = self._measured[index] = known + real[..., 0].sum(2)
-            # Entries that were shifted before have the mean of earlier rounds.
-            divisor = total.clamp_min(1)[..., None]
-            change = ((keys - old_keys) * real).sum(2) / divisor
-            self._add(index, part, change, ((values - old_values) * real).sum(2) / divisor)
+            number = real.sum(2).clamp_min(1)
+            change = ((keys - old_keys) * real).sum(2) / number
+            self._add(index, part, change, ((values - old_values) * real).sum(2) / number)
 
     def _found(self, index: int, part: LayerEntries) -> tuple[Tensor, Tensor, Tensor]:
         """Return unrotated keys and values of the columns, [1, H, n, ...], and whether each has an entry."""
-        size = len(self._late)
+        size = len(self._stays)
         column = part.column
         slots = torch.full((*column.shape[:2], size + 1), -1, dtype=torch.int64, device=column.device)
         numbers = torch.arange(column.shape[2], device=column.device).expand_as(column)

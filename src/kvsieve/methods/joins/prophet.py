@@ -39,7 +39,8 @@ class Prophet(AskedJoin):
         return min(max(1, round(total * float(self.share))), total)
 
     def choose(self, attention: AskedAttention) -> Tensor:
+        exact, *sizes = attention.sizes
         scores = attention.question.sum(0)
         chosen = torch.zeros_like(scores, dtype=torch.bool)
-        chosen[select_top(scores[None], (self.most(attention.sizes),)).indices.flatten()] = True
+        chosen[exact + select_top(scores[None, exact:], (self.most(sizes),)).indices.flatten()] = True
         return chosen

@@ -1,15 +1,21 @@
-"""Documents that a question attends to, by a ratio of attention, prefilled again whole.
+"""Documents that a question is about, by attention and by words, prefilled again whole.
 
 Documents are prefilled alone and moved to their places. The question passes over these entries, then its last token
-alone: the end of a template, or a question mark, without content. A document's score is the attention of the question's
-tokens to it over that of the last token alone, each summed over layers and the document's tokens. The document with
-the largest score is then prefilled again in all layers: its tokens attend to all entries up to their own, updated or
-not. Entries of all other documents are shifted by the mean change (`Join.shifts`), and the question is asked again for
-each further document.
+alone: the end of a template, or a question mark, without content. A document's attention is that of the question's
+tokens to it over that of the last token alone, each summed over layers and the document's tokens: attention alone falls
+with the distance, and prefers the last documents for any question. A document's words are the sum over the tokens that
+it has of the token's weight times log(documents / documents with the token). Tokens of the question have weight 1.
 
-Attention alone falls with the distance, and prefers the last documents for any question; the ratio does not. Source of
-the comparison: in-context re-ranking, which subtracts the attention of a question without content (arXiv 2410.02642).
-Differences from it: the score is a quotient, and the text without content is the question's own end.
+The document with the largest score is chosen: words and half of attention, each over its largest value of all documents
+left. Tokens that have led to it lose their weight. Its other ones, unless the question has them, get as weight the
+attention of the question's tokens to them less that of the last token, over the largest one. So a name in it leads to
+the document with the other half of an answer. Documents chosen are prefilled again in all layers, in one pass: their
+tokens attend to all entries up to their own, updated or not. Entries of all others are shifted by the mean change
+(`Join.shifts`).
+
+Sources: in-context re-ranking (arXiv 2410.02642), which subtracts the attention of a question without content, and
+inverse document frequency (Sparck Jones, 1972). Differences from the former: a document's attention is a quotient, and
+the text without content is the question's own end.
 """
 
 from __future__ import annotations
@@ -29,21 +35,17 @@ _LEAST = 1e-12
 @register_join("relevant", title="Relevant documents", paper="arXiv 2410.02642")
 @dataclass(frozen=True, kw_only=True)
 class Relevant(AskedJoin):
-    """Prefill the documents again that the question attends to most.
+    """Prefill the documents again, whole, that the question is about.
 
-    documents: their number, one per round; the first document, exact in its place, takes no part.
+    documents: their number; the first document, exact in its place, counts if it is one of them.
     """
 
-    documents: int = 1
+    documents: int = 2
 
     compares: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_int(self, "documents", self.documents, 1)
-
-    @property
-    def rounds(self) -> int:
-        return self.documents
 
     @property
     def shifts(self) -> bool:
@@ -55,11 +57,30 @@ class Relevant(AskedJoin):
     def choose(self, attention: AskedAttention) -> Tensor:
         assert attention.last is not None
         sizes = list(attention.sizes)
-        parts = zip(attention.question.sum(0).split(sizes), attention.last.sum(0).split(sizes), strict=True)
-        known = attention.again.split(sizes)
-        scores = [
-            -1.0 if done.any() else float(asked.sum() / other.sum().clamp_min(_LEAST))
-            for (asked, other), done in zip(parts, known, strict=True)
-        ]
-        best = scores.index(max(scores))
-        return torch.cat([torch.full((size,), number == best) for number, size in enumerate(sizes)])
+        asked, last = (part.sum(0).cpu() for part in (attention.question, attention.last))
+        more = (asked - last).clamp_min(0)
+        pairs = zip(asked.split(sizes), last.split(sizes), strict=True)
+        ratios = torch.stack([one.sum() / other.sum().clamp_min(_LEAST) for one, other in pairs])
+        tokens, kind = attention.ids.unique(return_inverse=True)
+        document = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+        has = torch.zeros(len(sizes), len(tokens))
+        has[document, kind] = 1
+        rare = (len(sizes) / has.sum(0)).log()
+        in_question = torch.isin(tokens, attention.asked)
+        weight = in_question.to(has.dtype)
+        chosen = torch.zeros(len(sizes), dtype=torch.bool)
+        for _ in range(min(self.documents, len(sizes))):
+            scores = _share(has @ (weight * rare), chosen) + _share(ratios, chosen) / 2
+            best = int(scores.masked_fill(chosen, -1).argmax())
+            chosen[best] = True
+            own = document == best
+            leads = torch.zeros_like(weight).index_add(0, kind[own], more[own].to(weight.dtype)) * ~in_question
+            leads /= leads.max().clamp_min(_LEAST)
+            here = has[best] > 0
+            weight = torch.where(here & (weight > 0), 0, torch.where(here, leads, weight))
+        return chosen.repeat_interleave(torch.tensor(sizes))
+
+
+def _share(scores: Tensor, chosen: Tensor) -> Tensor:
+    """Return scores over the largest one of documents that are not chosen."""
+    return scores / scores.masked_fill(chosen, 0).max().clamp_min(_LEAST)
