@@ -44,7 +44,7 @@ class LayerEntries:
             fresh: bool [columns after], new tokens.
             rotate: rotates keys of this layer.
         """
-        placed = [_placed(store.padded(), target) for store, target in parts]
+        placed = [_placed(store, target) for store, target in parts]
         heads = max(part[0].shape[1] for part in placed)
         keys, values, column, distance = (
             tensors[0] if len(tensors) == 1 else torch.cat([_with_heads(tensor, heads) for tensor in tensors], 2)
@@ -135,16 +135,18 @@ class LayerEntries:
         self.column = torch.cat([old[stays], new])[order].expand(1, self.column.shape[1], -1)
 
 
-def _placed(dense: DenseStore, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _placed(store: LayerMemory, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return keys, values, new columns and distances of a store's entries, without those that no head keeps."""
+    dense = store.padded()
     index = dense.index.long()
     column = target.to(index.device)[index.clamp_min(0)].masked_fill(index < 0, -1)
     if dense.valid is not None:
         column = column.masked_fill(~dense.valid, -1)
     distance = (column - index).masked_fill(column < 0, 0)
     kept = (column >= 0).any(1)[0]
-    found = (dense.keys, dense.values, column, distance)
-    return found if bool(kept.all()) else tuple(part[:, :, kept] for part in found)
+    if bool(kept.all()):
+        return dense.keys, dense.values, column, distance
+    return dense.keys[:, :, kept], dense.values[:, :, kept], column[:, :, kept], distance[:, :, kept]
 
 
 def _with_heads(part: Tensor, heads: int) -> Tensor:
