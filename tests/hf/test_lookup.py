@@ -12,6 +12,7 @@ from kvsieve.hf.drafts import opened
 from kvsieve.hf.drafts.drafter import Drafter, RowDrafts
 from kvsieve.hf.drafts.length import COSTLY, DraftLength
 from kvsieve.hf.drafts.lookup import LookupDrafter
+from kvsieve.planning.specs import split_specs
 from tiny import tiny_model
 
 
@@ -191,13 +192,22 @@ def test_a_pass_that_costs_as_much_per_token_is_never_drafted_for(slope, least):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "native", "slope"),
-    [(torch.bfloat16, True, 0.07), (torch.bfloat16, False, 0.2), (torch.float32, True, 0.2)],
+    ("plan", "dtype", "native", "cost"),
+    [
+        ("full", torch.bfloat16, True, (0.06, 0.07)),
+        ("snapkv:budget=10:window=4:every=2", torch.bfloat16, True, (0.06, 0.2)),
+        ("full", torch.bfloat16, False, (0.1, 0.22)),
+        ("snapkv:budget=10:window=4", torch.float32, True, (0.1, 0.22)),
+        ("snapkv:budget=10:window=4:every=2", torch.float32, True, (0.3, 0.22)),
+        ("kivi:bits=4", torch.float32, True, (0.3, 0.22)),
+    ],
 )
-def test_a_further_token_takes_longer_where_products_are_not_in_bfloat16(monkeypatch, dtype, native, slope):
+def test_passes_are_estimated_by_products_and_by_what_layers_do(monkeypatch, plan, dtype, native, cost):
+    """In float32 further tokens take longer; layers that do more than store them are not computed in one call."""
     monkeypatch.setattr(opened, "cpu_computes_bfloat16", lambda: native)
-    with kvsieve.attach(tiny_model(dtype=dtype), kvsieve.Plan()) as sieve:
-        assert opened.pass_cost(sieve, sieve.new_cache())[1] == slope
+    ((name, parameters),) = split_specs(plan)
+    with kvsieve.attach(tiny_model(dtype=dtype), kvsieve.plan(name, **parameters)) as sieve:
+        assert opened.pass_cost(sieve, sieve.new_cache()) == cost
 
 
 def test_costly_drafts_pause_longer_and_longer():

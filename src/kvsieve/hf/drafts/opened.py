@@ -18,10 +18,12 @@ from kvsieve.planning.drafts import Draft
 
 # Time that a pass over several tokens takes longer, in passes over one token: in any case, and for each token after the
 # first. On a CPU (benchmarks/speed/tentative.py), in bfloat16 and where it has no products in that, which then take
-# longer than reading weights; where layers take tokens alone; and on an H100, also with a codec.
+# longer than reading weights, in one call and layer by layer; where layers take tokens alone; and on an H100, also with
+# a codec.
 _TOGETHER = 0.06, 0.07
 _ALONE = 0.06, 0.2
-_IN_FLOAT32 = 0.2, 0.2
+_IN_FLOAT32 = 0.1, 0.22
+_BY_LAYER = 0.3, 0.22
 _ON_GPU = 0.5, 0.01
 _ON_GPU_ENCODED = 0.4, 0.05
 # Recurrent layers take a further pass over the tokens that stay if some do not.
@@ -83,7 +85,8 @@ def pass_cost(model: AttachedModel, cache: SieveCache) -> tuple[float, float]:
     if model.model.device.type != "cpu":
         return _ON_GPU if plan.codec is None else _ON_GPU_ENCODED
     if model.model.dtype != torch.bfloat16 or not cpu_computes_bfloat16():
-        return _IN_FLOAT32
+        does_more = plan.read is not None or plan.codec is not None or plan.when.steps is not None
+        return _BY_LAYER if does_more else _IN_FLOAT32
     return _TOGETHER if plan.when.steps is None else _ALONE
 
 
