@@ -263,7 +263,7 @@ def test_a_prompt_shorter_than_the_window_warns_and_says_it_did_not_run(cli, mod
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--method", "snapkv", "--budget", "5"], ["budget of 5 entries", "at least 33"]),
+        (["--method", "snapkv:window=32", "--budget", "5"], ["budget of 5 entries", "at least 33"]),
         (["--method", "snapkv", "--budget", "150%"], ["(0, 1]", "1.5"]),
         (["--method", "snapkv", "--budget", "0"], ["at least 1", "got 0"]),
         (["--method", "snapkv", "--budget", "plenty"], ["'plenty'", "20%"]),

@@ -19,8 +19,12 @@ def forget_scores(cache: SieveCache, plan: Plan) -> None:
 
 
 def forget_records(cache: SieveCache, plan: Plan) -> None:
-    """Let a cache that goes to another plan forget the records of its own evictor, unless both have the same."""
-    if cache.owner.plan.evict == plan.evict:
+    """Let a cache that goes to another plan forget the records of its own evictor, unless both have the same.
+
+    Records of a cache without an evictor are for the plan that it goes to; see `shared`.
+    """
+    own = cache.owner.plan.evict
+    if own is None or own == plan.evict:
         return
     for layer in cache.sieve_layers.values():
         layer.state = {}
