@@ -78,15 +78,15 @@ def of_prophet(model, ids, stored, share):
 def chosen(asked, last, texts, question, count):
     """Numbers of the documents that Relevant chooses, in order. asked, last: attention to each token of documents."""
     names = range(len(texts))
-    rare = {t: math.log(len(texts) / sum(t in text for text in texts)) for text in texts for t in text}
+    rare = {t: math.log(len(texts) / sum(t in text for text in texts)) ** 2 for text in texts for t in text}
     weight = dict.fromkeys(question, 1.0)
     found = []
     while len(found) < count:
         left = [at for at in names if at not in found]
-        ratio = {at: sum(asked[at]) / sum(last[at]) for at in left}
+        drawn = {at: sum(max(one - other, 0) for one, other in zip(asked[at], last[at], strict=True)) for at in left}
         words = {at: sum(weight.get(t, 0) * rare[t] for t in set(texts[at])) for at in left}
-        tops = max(ratio.values()), max(words.values()) or 1
-        best = max(left, key=lambda at: ratio[at] / tops[0] / 2 + words[at] / tops[1])
+        tops = max(drawn.values()) or 1, max(words.values()) or 1
+        best = max(left, key=lambda at: drawn[at] / tops[0] / 2 + words[at] / tops[1])
         found.append(best)
         leads = {}
         for t, mass, less in zip(texts[best], asked[best], last[best], strict=True):

@@ -1,21 +1,21 @@
 """Documents that a question is about, by attention and by words, prefilled again whole.
 
 Documents are prefilled alone and moved to their places. The question passes over these entries, then its last token
-alone: the end of a template, or a question mark, without content. A document's attention is that of the question's
-tokens to it over that of the last token alone, each summed over layers and the document's tokens: attention alone falls
-with the distance, and prefers the last documents for any question. A document's words are the sum over the tokens that
-it has of the token's weight times log(documents / documents with the token). Tokens of the question have weight 1.
+alone: the end of a template, or a question mark, without content. A token's attention is that of the question's tokens
+to it less that of the last token alone, each summed over layers, at least 0; a document's is the sum over its tokens.
+Attention as it is falls with the distance, and prefers the last documents for any question. A document's words are the
+sum over the tokens that it has of the token's weight times the square of log(documents / documents with the token).
+Tokens of the question have weight 1.
 
 The document with the largest score is chosen: words and half of attention, each over its largest value of all documents
-left. Tokens that have led to it lose their weight. Its other ones, unless the question has them, get as weight the
-attention of the question's tokens to them less that of the last token, over the largest one. So a name in it leads to
-the document with the other half of an answer. Documents chosen are prefilled again in all layers, in one pass: their
-tokens attend to all entries up to their own, updated or not. Entries of all others are shifted by the mean change
-(`Join.shifts`).
+left. Tokens that have led to it lose their weight. Its other ones, unless the question has them, get their attention as
+weight, over the largest one. So a name in it leads to the document with the other half of an answer. Documents chosen
+are prefilled again in all layers, in one pass: their tokens attend to all entries up to their own, updated or not.
+Entries of all others are shifted by the mean change (`Join.shifts`).
 
 Sources: in-context re-ranking (arXiv 2410.02642), which subtracts the attention of a question without content, and
-inverse document frequency (Sparck Jones, 1972). Differences from the former: a document's attention is a quotient, and
-the text without content is the question's own end.
+inverse document frequency (Sparck Jones, 1972). Differences from the former: words take part, and the text without
+content is the question's own end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import check_int
 from kvsieve.planning.joins import AskedAttention, AskedJoin, register_join
 
-# Attention that a ratio divides by at least.
+# Scores are divided by at least this.
 _LEAST = 1e-12
 
 
@@ -57,24 +57,22 @@ class Relevant(AskedJoin):
     def choose(self, attention: AskedAttention) -> Tensor:
         assert attention.last is not None
         sizes = list(attention.sizes)
-        asked, last = (part.sum(0).cpu() for part in (attention.question, attention.last))
-        more = (asked - last).clamp_min(0)
-        pairs = zip(asked.split(sizes), last.split(sizes), strict=True)
-        ratios = torch.stack([one.sum() / other.sum().clamp_min(_LEAST) for one, other in pairs])
+        more = (attention.question.sum(0) - attention.last.sum(0)).clamp_min(0).float().cpu()
+        drawn = torch.stack([part.sum() for part in more.split(sizes)])
         tokens, kind = attention.ids.unique(return_inverse=True)
         document = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
         has = torch.zeros(len(sizes), len(tokens))
         has[document, kind] = 1
-        rare = (len(sizes) / has.sum(0)).log()
+        rare = (len(sizes) / has.sum(0)).log().square()
         in_question = torch.isin(tokens, attention.asked)
-        weight = in_question.to(has.dtype)
+        weight = in_question.float()
         chosen = torch.zeros(len(sizes), dtype=torch.bool)
         for _ in range(min(self.documents, len(sizes))):
-            scores = _share(has @ (weight * rare), chosen) + _share(ratios, chosen) / 2
+            scores = _share(has @ (weight * rare), chosen) + _share(drawn, chosen) / 2
             best = int(scores.masked_fill(chosen, -1).argmax())
             chosen[best] = True
             own = document == best
-            leads = torch.zeros_like(weight).index_add(0, kind[own], more[own].to(weight.dtype)) * ~in_question
+            leads = torch.zeros_like(weight).index_add(0, kind[own], more[own]) * ~in_question
             leads /= leads.max().clamp_min(_LEAST)
             here = has[best] > 0
             weight = torch.where(here & (weight > 0), 0, torch.where(here, leads, weight))
