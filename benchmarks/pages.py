@@ -464,8 +464,28 @@ def peers_table() -> str:
 
 def weights_measured(one: Evidence) -> str:
     """Return what was measured of weights in blocks, without the parts that were not."""
-    parts = weights_table(), weights_identical(), weights_scores(one), weights_large()
+    parts = weights_stored(), weights_table(), weights_identical(), weights_scores(one), weights_large()
     return "\n\n".join(part for part in parts if part) or "Not measured."
+
+
+def weights_stored() -> str:
+    """Times and memory of a checkpoint in 16 bits, as stored and expanded to float32 (benchmarks/speed/stored.py)."""
+    file = RESULTS / "weights_stored.json"
+    if not file.exists():
+        return ""
+    report = json.loads(file.read_text())
+    lines = []
+    for length, found in report["lengths"].items():
+        for form in ("stored", "expanded"):
+            row = found["summary"][form]
+            cells = [f"{int(length):,}", form, f"{row['ttft_s']:.2f}", f"{1000 * row['tpot_s']:.0f}"]
+            ratios = [f"{found['summary']['ratio'][name]:.2f}" for name in ("ttft_s", "tpot_s", "peak_bytes")]
+            lines.append([*cells, f"{row['peak_bytes'] / MIB:,.0f}", *(ratios if form == "stored" else [""] * 3)])
+    head = ["tokens", "weights", "first token, s", "per token, ms", "memory, MiB"]
+    head += ["stored over expanded: first token", "per token", "memory"]
+    where = f"{report['environment']['processor']}, {report['threads']} threads"
+    said = f"{described(report['model'])} in float32 on {where}"
+    return f"{said} (`python benchmarks/speed/stored.py`):\n\n{markdown(head, lines)}"
 
 
 def weights_table() -> str:

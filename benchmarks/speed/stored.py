@@ -125,7 +125,8 @@ def main() -> None:
         work(arguments.checkpoint, arguments.work)
         return
     found = measured(arguments)
-    settings = {"new_tokens": arguments.new_tokens, "threads": arguments.threads}
+    name = Path(arguments.checkpoint).resolve().name
+    settings = {"model": name, "new_tokens": arguments.new_tokens, "threads": arguments.threads}
     write_result(arguments.out, {**settings, "environment": environment(Path(arguments.checkpoint)), "lengths": found})
     print(table(found))
 
