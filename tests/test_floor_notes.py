@@ -106,7 +106,7 @@ def test_small_numbers_may_be_meant_in_percent(budget, doubt):
     assert percent_doubt(budget) == doubt
 
 
-@pytest.mark.parametrize("name, budget", [("snapkv", 20), ("quest", 10), ("kvzip", 3), ("finch", 8)])
+@pytest.mark.parametrize("name, budget", [("snapkv", 1), ("quest", 10), ("kvzip", 3), ("finch", 8)])
 def test_numbers_too_small_for_a_method_ask_back_too(name, budget):
     """Where it is refused, the message asks."""
     with pytest.raises(PlanError, match=f"{budget} entries is too small, at least .*, or write {budget}% for a share"):

@@ -60,7 +60,7 @@ BAD = {
     ("spec", "message"),
     [
         ("adakv:beta=14", "AdaKV: beta=14 has no effect with pyramid=False; leave it out"),
-        ("criticaladakv:beta=14", "AdaKV: beta=14 has no effect with pyramid=False"),
+        ("criticaladakv:beta=14", "criticaladakv: beta=14 has no effect with pyramid=False"),
         ("scope:interval=5", "Scope: interval=5 has no effect with strategy='slide'"),
         ("scope:strategy=adaptive:answer=512", "no effect with strategy='adaptive'"),
         ("scope:strategy=discontinuous:answer=50%", "no effect with strategy='discontinuous'"),

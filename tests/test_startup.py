@@ -19,7 +19,13 @@ HEAVY = ("torch", "transformers", "numpy", "matplotlib")
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, env={**os.environ, **environment}, check=False
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        check=False,
+        # A shell's background jobs, such as this process, may ignore interrupts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

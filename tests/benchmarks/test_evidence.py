@@ -52,6 +52,7 @@ WRITERS = {
     "vllm_gpu.json": "speed/vllm_plugin.py",
     "weighted_*.json": "speed/weighted.py",
     "weights_*.json": "speed/weights.py",
+    "weights_stored.json": "speed/stored.py",
 }
 MODELS = json.loads((ROOT / "benchmarks" / "models.json").read_text())
 WEIGHTS = re.compile(r"4-bit \(?Q4_K_M\)?\s+GGUF\s+weights,?\s+dequantized\s+to\s+bfloat16")

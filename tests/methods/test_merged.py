@@ -181,7 +181,7 @@ def test_bases_that_cannot_be_merged_are_refused():
 def test_plans_by_name_merge():
     assert type(kvsieve.plan("snapkv:budget=10%:merge=zeromerge").evict) is ZeroMerge
     assert kvsieve.plan("snapkv", budget=50, merge="mean:weights=true").evict == MeanMerge(
-        base=SnapKV(budget=Budget(tokens=50)), weights=True
+        base=SnapKV(budget=Budget(tokens=50), window=25), weights=True
     )
     for name, kind in RULES.items():
         plan = kvsieve.plan("fastkv", merge=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -25,7 +26,12 @@ def tokens(size, seed):
 def same(mine, cache, logits, name):
     assert stored(mine.cache) == stored(cache), name
     torch.testing.assert_close(mine.logits, logits, rtol=0, atol=1e-9, msg=name)
-    assert mine.cache.turn.record == cache.turn.record, name
+    assert without_executors(mine.cache.turn.record) == without_executors(cache.turn.record), name
+
+
+def without_executors(record):
+    """A record without the reasons for the first pass's executor, which depend on how many tokens pass first."""
+    return dataclasses.replace(record, blocks=dataclasses.replace(record.blocks, executors={}))
 
 
 @pytest.mark.parametrize("name", kvsieve.list_methods())

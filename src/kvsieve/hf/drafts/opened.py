@@ -22,7 +22,7 @@ from kvsieve.planning.drafts import Draft
 # a codec.
 _TOGETHER = 0.06, 0.07
 _ALONE = 0.06, 0.2
-_IN_FLOAT32 = 0.1, 0.22
+_IN_FLOAT32 = 0.0, 0.16
 _BY_LAYER = 0.3, 0.22
 _ON_GPU = 0.5, 0.01
 _ON_GPU_ENCODED = 0.4, 0.05
