@@ -2,7 +2,7 @@
 
 These are one token of each row, or that and its drafts. The first layer computes all of them, the others return what
 they are given. That is so if each layer does nothing but append the tokens' entries and attend to all entries up to
-each token's own by the C kernel, and nobody looks at the layers or what is in them. Other tokens pass layer by layer.
+each token's own by the C kernel, and nobody looks at the layers or their modules. Other tokens pass layer by layer.
 """
 
 from __future__ import annotations

@@ -46,7 +46,6 @@ def choose_asked(
     sizes = texts.until(end)
     again = torch.zeros(end, dtype=torch.bool)
     words = texts.ids[0, texts.start : end], question[0]
-    words = texts.ids[0, texts.start : end], question[0]
     again[texts.start :] = join.choose(AskedAttention(asked, last, sizes, *words)).cpu()
     again[: texts.start + sizes[0]] = False
     return list(spans_of(again))

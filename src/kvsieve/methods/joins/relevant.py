@@ -9,9 +9,9 @@ Tokens of the question have weight 1.
 
 The document with the largest score is chosen: words and half of attention, each over its largest value of all documents
 left. Tokens that have led to it lose their weight. Its other ones, unless the question has them, get their attention as
-weight, over the largest one. So a name in it leads to the document with the other half of an answer. Documents chosen
-are prefilled again in all layers, in one pass: their tokens attend to all entries up to their own, updated or not.
-Entries of all others are shifted by the mean change (`Join.shifts`).
+weight, over the largest one. So a name in it leads to the document with the other half of an answer. Documents chosen,
+but the first, are then prefilled again in all layers: their tokens attend to all entries up to their own, updated or
+not. Entries of all others are shifted by the mean change (`Join.shifts`).
 
 Sources: in-context re-ranking (arXiv 2410.02642), which subtracts the attention of a question without content, and
 inverse document frequency (Sparck Jones, 1972). Differences from the former: words take part, and the text without
