@@ -15,7 +15,7 @@ from kvsieve.hf.attach import attached, under
 from kvsieve.hf.decode import token_layers
 from kvsieve.hf.decode.token_layers import TokenLayers
 from kvsieve.hf.forward.request import PassRequest
-from kvsieve.kernels.cpu import prompt
+from kvsieve.kernels.cpu import prompt, token_pass
 from oracle import let_drafts_know
 from pairs import Pairs, SomePairs
 from tiny import greedy, padded_prompt, tiny_prompt
@@ -36,10 +36,14 @@ PLANS = {
 MOST = {torch.float32: 16, torch.bfloat16: 32}
 
 
-@pytest.fixture(autouse=True)
-def one_kernel(monkeypatch):
-    """Some processors have a kernel of their own for a few tokens in bfloat16, and pass layer by layer."""
-    monkeypatch.setattr(prompt, "reason", lambda: "switched off for this test")
+@pytest.fixture(autouse=True, params=["own kernel", "token kernel"])
+def kernel(request, monkeypatch):
+    """Some processors have a kernel of their own for a few tokens in bfloat16."""
+    if request.param == "token kernel":
+        monkeypatch.setattr(prompt, "reason", lambda: "switched off for this test")
+    elif prompt.reason() is not None:
+        pytest.skip(prompt.reason())
+    return request.param
 
 
 @pytest.fixture
@@ -98,7 +102,12 @@ def assert_same(one, other):
 @pytest.mark.parametrize("tokens", [2, 5, 9, 16])
 @pytest.mark.parametrize("rows", [1, 3, "padded"])
 @pytest.mark.parametrize("name", PLANS)
-def test_tokens_and_entries_are_those_of_one_layer_after_another(name, rows, tokens, dtype, passes):
+def test_tokens_and_entries_are_those_of_one_layer_after_another(
+    name, rows, tokens, dtype, passes, kernel, monkeypatch
+):
+    used = []
+    address = token_pass.prompt.few_address
+    monkeypatch.setattr(token_pass.prompt, "few_address", lambda: used.append(1) or address())
     model = build("qwen2", dtype=dtype)
     ids, mask = padded_prompt(90, 7) if rows == "padded" else (tiny_prompt(rows, 90), None)
     drafts = tiny_prompt(len(ids), 40, seed=1)
@@ -127,6 +136,8 @@ def test_tokens_and_entries_are_those_of_one_layer_after_another(name, rows, tok
         found.append(states)
     for one, other in zip(*found, strict=True):
         assert_same(one, other)
+    in_one = len(ids) * tokens <= MOST[dtype]
+    assert bool(used) == (in_one and kernel == "own kernel" and dtype == torch.bfloat16 and "weights" not in name)
 
 
 @pytest.mark.parametrize("widths", [(4, 1, 2, 5), (1, 1, 7, 1)])

@@ -19,5 +19,5 @@ from kvsieve.attention.shared import Sharing as Sharing
 from kvsieve.attention.table import attend as attend
 from kvsieve.attention.table import executors as executors
 from kvsieve.attention.table import explain as explain
-from kvsieve.attention.table import is_for_token_kernel as is_for_token_kernel
 from kvsieve.attention.table import next_border as next_border
+from kvsieve.attention.table import token_kernel as token_kernel

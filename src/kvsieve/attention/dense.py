@@ -322,6 +322,9 @@ def _rows(request: _Request, attend: Callable[[_Request], Tensor]) -> Tensor:
     return out
 
 
+FEW = Executor("C, few tokens", each_of(why_not_padded, why_not_learned, why_not_weighted, _why_not_few), _few)
+
+
 def prompt_rows(attend: Callable[[_Request], Tensor]) -> tuple[Executor, ...]:
     """Return the executors for many tokens; attend: computes the rows of a padded batch."""
     split = each_of(_why_not_even, why_not_padded, why_not_learned, why_not_weighted)
@@ -332,7 +335,7 @@ def prompt_rows(attend: Callable[[_Request], Tensor]) -> tuple[Executor, ...]:
     )
     others = (
         Executor("row by row", _why_not_rows, lambda request: _rows(request, attend)),
-        Executor("C, few tokens", each_of(why_not_padded, why_not_learned, why_not_weighted, _why_not_few), _few),
+        FEW,
         Executor("C, last tokens", each_of(why_not_padded, why_not_learned, _why_not_last), _c),
         Executor("torch, in two parts beside sinks", each_of(split, _why_not_sinks), chunk_attention),
         Executor("C", each_of(_why_not_by_products, why_not_weighted, causal.why_not_kernel), causal.kernel_attention),

@@ -139,9 +139,10 @@ def _parts(batch: int, slots: int, threads: int) -> int:
 
 
 FLAT_KERNEL = Executor("C", _why_not_c, _c)
+FLAT_FEW = Executor("C, few tokens", _why_not_few, _few)
 FLAT = (
     Executor("Triton", _why_not_triton, _triton),
-    Executor("C, few tokens", _why_not_few, _few),
+    FLAT_FEW,
     FLAT_KERNEL,
     Executor("products", lambda request: "torch's kernel is faster" if request.asked.is_plain else None, _products),
     Executor("torch", why_not_plain, _torch),

@@ -6,17 +6,17 @@ refuses it and says why. `reference` comes last for all kinds of requests and ta
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from kvsieve.attention.choice import LONG
-from kvsieve.attention.dense import TOKEN, TOKEN_KERNEL, prompt_rows
+from kvsieve.attention.dense import FEW, TOKEN, TOKEN_KERNEL, prompt_rows
 from kvsieve.attention.latent import Latents, latent_rows
 from kvsieve.attention.masked import SCALED, SHOWN
 from kvsieve.attention.packed import ENCODED
 from kvsieve.attention.prompt import chosen_rows
-from kvsieve.attention.ragged import FLAT, FLAT_KERNEL
+from kvsieve.attention.ragged import FLAT, FLAT_FEW, FLAT_KERNEL
 from kvsieve.attention.reading import ReadRows, read_rows
 from kvsieve.attention.reference import REFERENCE
 from kvsieve.attention.request import (
@@ -40,9 +40,13 @@ def attend(request: AttentionRequest[Any, Any]) -> Tensor:
     return _chosen(request).run(request)
 
 
-def is_for_token_kernel(request: AttentionRequest[Any, Any]) -> bool:
-    """Return True if a request for the last tokens is computed by the C kernel that other C code may call, too."""
-    return _chosen(request).run in (TOKEN_KERNEL.run, FLAT_KERNEL.run)
+def token_kernel(request: AttentionRequest[Any, Any]) -> Literal["token", "few"] | None:
+    """Return the C kernel that computes a request for the last tokens, if other C code may call it, too."""
+    run = _chosen(request).run
+    if run in (FEW.run, FLAT_FEW.run):
+        # A cap and sinks are for its own interface.
+        return "few" if request.asked.is_plain else None
+    return "token" if run in (TOKEN_KERNEL.run, FLAT_KERNEL.run) else None
 
 
 def next_border(entries: int) -> int:

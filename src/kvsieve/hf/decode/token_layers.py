@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from kvsieve.attention import AttentionRequest, DenseEntries, is_for_token_kernel, next_border
+from kvsieve.attention import AttentionRequest, DenseEntries, next_border, token_kernel
 from kvsieve.cache.lanes import LANES
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.cache.cache import SieveCache
@@ -211,6 +211,7 @@ class TokenLayers:
         if len(layers) != self.count or any(layer.is_latent or layer.has_state for layer in layers.values()):
             return refused
         columns = _MOST
+        found = []
         scales = [part.scale for part in self._parts]
         for layer, kernel, scale in zip(layers.values(), self._kernels, scales, strict=True):
             store = layer.store
@@ -222,14 +223,16 @@ class TokenLayers:
                 # The kernel looks at the marks itself, since the tokens are real.
                 stored.valid = None
             request: AttentionRequest[Any, None] = AttentionRequest(AttentionQueries(query, scale), stored)
-            if not is_for_token_kernel(request):
+            found.append(token_kernel(request))
+            if found[-1] is None:
                 return refused
             slots = store.next_slot
             unread = LANES if store.is_ragged else 1
             columns = min(columns, (next_border(slots) - unread - slots) // store.stride - tokens + 1)
         if columns <= 0:
             return _TokenChoice(session.reads, threads, start, start + 1, None)
-        entries = TokenEntries(self._kernels, scales, len(hidden), tokens, hidden.dtype, LANES)
+        few = [kernel == "few" for kernel in found]
+        entries = TokenEntries(self._kernels, scales, len(hidden), tokens, hidden.dtype, LANES, few)
         return _TokenChoice(session.reads, threads, start, start + columns, entries)
 
 

@@ -3,6 +3,7 @@
 // through its blocks of keys under an online softmax, so that logits never leave a core's nearest caches. Of a few
 // tokens, all queries of a KV head are one task, and keys and values are laid out tile by tile within it.
 #include "half.h"
+#include "token.h"
 
 // Rows whose logits are held at a time; queries of a task's part; entries that they meet at a time.
 #define ROWS 32
@@ -19,8 +20,8 @@ typedef struct {
     int64_t query_row, query_head, query_slot, key_row, key_head, key_slot, value_row, value_head, value_slot;
     int64_t batch, query_heads, heads, sets, fresh, length, pad, queries, block, query_blocks, listed, dim, wide, places;
     float scale, cap;
-    const uint16_t *marks; // of [B, H, N], by strides: 0 for a head's own entries; null: all are
-    int64_t mark_row, mark_head;
+    const void *marks; // of [B, H, N], by strides: a head's own entries; null: all are
+    int64_t mark_row, mark_head, item; // item: bytes of a mark; one byte is true, two are 0 for own entries
 } Job;
 
 #ifdef WITH_HALF
@@ -231,11 +232,11 @@ static void one_part(const Job *job, int64_t b, int64_t head, int64_t block, int
 
 // Slots of a head's own entries, as marked: how many.
 static int64_t slots_of(const Job *job, int64_t b, int64_t h, int32_t *slots) {
-    const uint16_t *marks = job->marks + b * job->mark_row + h * job->mark_head;
-    int64_t n = 0;
+    int64_t n = 0, marks = b * job->mark_row + h * job->mark_head;
     for (int64_t t = 0; t < job->length; t++) {
         slots[n] = (int32_t)t;
-        n += marks[t] == 0;
+        if (job->item == 1) n += ((const uint8_t *)job->marks)[marks + t] != 0;
+        else n += ((const uint16_t *)job->marks)[marks + t] == 0;
     }
     return n;
 }
@@ -350,6 +351,23 @@ void read_few(const Job *job, int64_t threads) {
         for (int64_t row = 0; row < rows; row++) few_of_head(job, row, &my);
     }
 }
+
+// The same as token.c describes it, of entries that all weigh 1; 0: there is no memory.
+int64_t attend_few(const Token *token, int64_t threads) {
+    int64_t dim = token->dim, heads = token->heads * token->groups, row = token->row * dim, head = token->head * dim;
+    Job job = {
+        .query = token->query, .query_row = token->fresh * heads * dim, .query_head = dim, .query_slot = heads * dim,
+        .keys = token->keys, .key_row = row, .key_head = head, .key_slot = dim,
+        .values = token->values, .value_row = row, .value_head = head, .value_slot = dim,
+        .marks = token->seen, .mark_row = token->seen_row, .mark_head = token->seen_head, .item = token->item,
+        .batch = token->batch, .query_heads = heads, .heads = token->heads, .fresh = token->fresh,
+        .length = token->size, .dim = dim, .wide = dim, .scale = token->scale, .out = token->out};
+    job.scratch = allocate_lines((size_t)(scratch_of(&job) * threads));
+    if (!job.scratch) return 0;
+    read_few(&job, threads);
+    free_lines(job.scratch);
+    return 1;
+}
 #else
 int64_t scratch_of(const Job *job) {
     (void)job;
@@ -359,4 +377,9 @@ int64_t scratch_of(const Job *job) {
 void read_blocks(const Job *job, int64_t threads) { (void)job, (void)threads; }
 
 void read_few(const Job *job, int64_t threads) { (void)job, (void)threads; }
+
+int64_t attend_few(const Token *token, int64_t threads) {
+    (void)token, (void)threads;
+    return 0;
+}
 #endif

@@ -9,7 +9,7 @@ from ctypes import Structure, byref, c_float, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from kvsieve.kernels.cpu.build import function, threaded
+from kvsieve.kernels.cpu.build import address_of, function, threaded
 from kvsieve.kernels.cpu.cores import asked_threads
 from kvsieve.kernels.inputs import PromptGrid, Queries
 
@@ -33,7 +33,7 @@ class _PromptFields(Structure):
         *((name, c_int64) for name in ("block", "query_blocks", "listed", "dim", "wide", "places")),
         *((name, c_float) for name in ("scale", "cap")),
         ("marks", c_void_p),
-        *((name, c_int64) for name in ("mark_row", "mark_head")),
+        *((name, c_int64) for name in ("mark_row", "mark_head", "item")),
     )
 
 
@@ -131,8 +131,15 @@ def few_attention(asked: Queries, keys: Tensor, values: Tensor, bias: Tensor | N
             setattr(fields, f"{name}_{dimension}", stride)
     if bias is not None:
         fields.marks, fields.mark_row, fields.mark_head = bias.data_ptr(), *bias.stride()[:2]
+        fields.item = bias.element_size()
     _run(_kernels()[1], fields)
     return out.transpose(1, 2)
+
+
+@functools.cache
+def few_address() -> int:
+    """Return the address of the kernel of a few tokens for token.c."""
+    return address_of(function("prompt", "attend_few", c_void_p, c_int64, returns=c_int64))
 
 
 def _run(kernel: Callable[..., None], fields: _PromptFields) -> None:

@@ -1,6 +1,7 @@
 // Attention of a token, or of the last few, over all entries that are stored, where they lie.
 #include <string.h>
 #include "common.h"
+#include "token.h"
 #include "vectors.h"
 
 // Entries that are looked at together; queries of several tokens that are: at most, and the fewest of a thread's part.
@@ -19,19 +20,6 @@
 #endif
 // Numbers of keys from which on several threads take part.
 #define MANY 65536
-
-typedef struct {
-    const void *query;         // [batch, fresh, heads, groups, dim]
-    const void *keys, *values; // entry t of a head: b * row + h * head + t, of dim numbers
-    const void *seen;          // of a head's entry t: b * seen_row + h * seen_head + t; null: all are seen
-    float *weights;            // logarithms of the entries' weights, where the keys are; null: all weigh 1
-    void *out;                 // [batch, fresh, heads, groups, dim]
-    int64_t batch, heads, groups, dim, size, row, head;
-    int64_t item, seen_row, seen_head; // item: bytes of a mark; one byte is true, two or four are 0 where seen
-    int64_t newest, half;              // newest: the last entry is seen in any case; half: bfloat16
-    int64_t fresh, apart;              // tokens; each sees `apart` entries more than the one before it, the last all
-    float scale;
-} Token;
 
 INLINE void loaded(const void *from, int64_t at, int half, int n, float *restrict x) {
     if (half) {
@@ -271,6 +259,9 @@ typedef int64_t (*Before)(const void *layer, const void *x, const void *cosine, 
 typedef int64_t (*After)(const void *layer, const void *attended, const void *x, void *scratch, void *out, int64_t rows,
                          int64_t threads);
 
+// That of prompt.c.
+typedef int64_t (*Few)(const Token *job, int64_t threads);
+
 // A decoder layer, of layers.c, and its stored entries, which those of the tokens join.
 typedef struct {
     const void *layer;
@@ -278,6 +269,7 @@ typedef struct {
     int32_t *index;  // token index of each entry, in the order of the keys
     int64_t stride;  // slots that a token takes: one for all heads, or one for each, side by side
     int64_t written; // the marks' slots that are read are multiples of it
+    int64_t few;     // prompt.c attends
 } Stored;
 
 // Caches whose tokens pass together.
@@ -290,6 +282,7 @@ typedef struct {
 typedef struct {
     Before before;
     After after;
+    Few few;
     const Rows *caches;
     const void *cosine, *sine; // [angles, dim of a head]
     void *scratch;             // for each token: four times `wide`, `dim`, and what a layer needs
@@ -332,8 +325,8 @@ static void add_entries(const Stored *stored, const char *key, const char *value
     if (job->seen) mark(stored);
 }
 
-// A layer's entries of all caches: the tokens' are added, and their queries attend.
-static void attend_stored(const Pass *pass, int64_t layer, char *query, const char *key, const char *value,
+// A layer's entries of all caches: the tokens' are added, and their queries attend. 0: there is no memory.
+static int64_t attend_stored(const Pass *pass, int64_t layer, char *query, const char *key, const char *value,
                           char *attended, int64_t threads) {
     for (int64_t c = 0; c < pass->number; c++) {
         Stored *stored = pass->caches[c].layers + layer;
@@ -343,9 +336,11 @@ static void attend_stored(const Pass *pass, int64_t layer, char *query, const ch
         add_entries(stored, key, value, pass->caches[c].index);
         job->size += job->fresh * stored->stride, job->apart = stored->stride;
         job->query = query, job->out = attended;
-        attend(job, threads);
+        if (!stored->few) attend(job, threads);
+        else if (!pass->few(job, threads)) return 0;
         key += entries, value += entries, query += queries, attended += queries;
     }
+    return 1;
 }
 
 // x [rows, dim] becomes the output of the last layer, in `out`; 0: there is no memory.
@@ -358,7 +353,7 @@ int64_t through_layers(const Pass *pass, const void *x, void *out, int64_t threa
         void *to = (pass->count - i) % 2 ? out : other;
         if (!pass->before(layer, x, pass->cosine, pass->sine, scratch, query, key, value, rows, pass->angles, threads))
             return 0;
-        attend_stored(pass, i, query, key, value, attended, threads);
+        if (!attend_stored(pass, i, query, key, value, attended, threads)) return 0;
         if (!pass->after(layer, attended, x, scratch, to, rows, threads)) return 0;
         x = to;
     }

@@ -9,6 +9,7 @@ from ctypes import Structure, addressof, byref, c_int64, c_void_p
 import torch
 from torch import Tensor
 
+from kvsieve.kernels.cpu import prompt
 from kvsieve.kernels.cpu.build import function
 from kvsieve.kernels.cpu.decoder_layer import DecoderLayer, kernel_addresses
 from kvsieve.kernels.cpu.token import TokenFields
@@ -19,7 +20,7 @@ class _StoredFields(Structure):
 
     _fields_ = (
         *(("layer", c_void_p), ("job", TokenFields), ("index", c_void_p)),
-        *((name, c_int64) for name in ("stride", "written")),
+        *((name, c_int64) for name in ("stride", "written", "few")),
     )
 
 
@@ -33,7 +34,7 @@ class _PassFields(Structure):
     """The `Pass` of token.c."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("before", "after", "caches", "cosine", "sine", "scratch")),
+        *((name, c_void_p) for name in ("before", "after", "few", "caches", "cosine", "sine", "scratch")),
         *((name, c_int64) for name in ("number", "count", "rows", "dim", "wide", "angles", "half")),
     )
 
@@ -48,12 +49,14 @@ class TokenEntries:
         tokens: of each row.
         dtype: of hidden states and entries, float32 or bfloat16.
         lanes: of entries in different numbers per head, attention may read slots up to the next multiple of it.
+        few: of each layer, True where the kernel of prompt.py attends.
 
     Attributes:
         layers: as given.
         batch: rows.
         tokens: of each row.
         address: of the kernel's description.
+        uses_few: True if any of `few` is.
         wide: most channels of all heads' queries, keys or values.
         scratch: numbers that the kernel needs room for, for each token of a pass.
     """
@@ -66,12 +69,15 @@ class TokenEntries:
         tokens: int,
         dtype: torch.dtype,
         lanes: int,
+        few: Sequence[bool],
     ) -> None:
         self.layers = layers
         self.batch = batch
         self.tokens = tokens
         self._dtype = dtype
         self._lanes = lanes
+        self._few = few
+        self.uses_few = any(few)
         self.wide = max(width for layer in layers for width in layer.widths[:3])
         # Of a token, in numbers; see token.c and layers.c.
         dim = layers[0].dim
@@ -123,6 +129,7 @@ class TokenEntries:
             fields.written = self._lanes
         else:
             return 0
+        fields.few = self._few[number]
         job.seen = None
         if marks is not None:
             marked = marks.shape[1]
@@ -161,7 +168,8 @@ def through_layers(
     tables = cosine.data_ptr(), sine.data_ptr(), scratch.data_ptr()
     angles = cosine.shape[0] * cosine.shape[1]
     sizes = len(caches), len(first.layers), tokens, x.shape[-1], first.wide, angles, x.dtype == torch.bfloat16
-    fields = _PassFields(*kernel_addresses(), addressof(rows), *tables, *sizes)
+    few = prompt.few_address() if any(cache.uses_few for cache in caches) else None
+    fields = _PassFields(*kernel_addresses(), few, addressof(rows), *tables, *sizes)
     if not _kernel()(byref(fields), x.data_ptr(), out.data_ptr(), torch.get_num_threads()):
         raise MemoryError("there is no memory for a copy of a layer's input")
     return out
