@@ -74,7 +74,7 @@ class Session(PassState):
         if reduces and codec is not None:
             decode_before(self.plan, layer)
         store = layer.store
-        room = self.cache.turn.room(self.end, tokens.size)
+        room = self.cache.turn.room(self.end, max(tokens.size, store.size // store.stride))
         if codec is not None and evictor is None:
             # They are encoded long before so many have come.
             room = min(room, codec.block)

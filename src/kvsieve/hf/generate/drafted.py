@@ -214,6 +214,8 @@ class TokenSteps:
         asked = bool(config.return_dict_in_generate)
         self._scores: tuple[Tensor, ...] | None = () if asked and config.output_scores else None
         self._logits: tuple[Tensor, ...] | None = () if asked and config.output_logits else None
+        # The largest logits are chosen, whatever was chosen before.
+        self._plain = not (processors or config.do_sample or self._scores is not None or self._logits is not None)
 
     @property
     def ended(self) -> bool:
@@ -227,8 +229,9 @@ class TokenSteps:
 
     def take(self, logits: Tensor, drafts: Sequence[Sequence[int]]) -> None:
         """Choose tokens by logits [B, 1 + k, V] while drafts are right in every row."""
+        largest = logits.argmax(-1).to(self.ids.device) if self._plain else None
         for at in range(logits.shape[1]):
-            chosen = self._choose(logits[:, at])
+            chosen = self._add(self._choice(logits[:, at]) if largest is None else largest[:, at])
             right = all(
                 not going or (at < len(row) and row[at] == token)
                 for row, going, token in zip(drafts, self.going, chosen, strict=True)
@@ -236,16 +239,18 @@ class TokenSteps:
             if self.ended or not right:
                 break
 
-    def _choose(self, logits: Tensor) -> list[int]:
-        """Choose the next token of every row by logits [B, V], and return them."""
+    def _choice(self, logits: Tensor) -> Tensor:
+        """Choose the next token of every row by logits [B, V]: [B]."""
         raw = logits.to(copy=True, dtype=torch.float32, device=self.ids.device)
         scores = self._processors(self.ids, raw)  # type: ignore[arg-type]
         if self._scores is not None:
             self._scores += (scores,)
         if self._logits is not None:
             self._logits += (raw,)
-        sampled = self._config.do_sample
-        tokens = torch.multinomial(scores.softmax(-1), 1)[:, 0] if sampled else scores.argmax(-1)
+        return torch.multinomial(scores.softmax(-1), 1)[:, 0] if self._config.do_sample else scores.argmax(-1)
+
+    def _add(self, tokens: Tensor) -> list[int]:
+        """Add the next token of every row, or padding to rows that have ended, and return them."""
         if self._pads:
             pad: Any = self._config._pad_token_tensor
             tokens = torch.where(self._unfinished, tokens, pad.to(tokens.device))
