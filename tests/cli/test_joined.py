@@ -104,6 +104,14 @@ def test_methods_are_compared_on_joined_documents(cli, chat_dir, files, method):
     assert all(" s; " in line and line.endswith("approximate") for line in lines) and "edited:" not in out
 
 
+def test_without_a_method_documents_get_one_that_joins_take(cli, chat_dir, files):
+    options = [chat_dir, *OPTIONS[:-2], "--budget", "40", "--json"]
+    for given, name in ((["--documents", ",".join(files)], "snapkv"), (["--prompt-file", files[0]], "fastkv")):
+        code, out, err = cli("run", *options, *given)
+        assert code == 0, err
+        assert json.loads(out)["results"][0]["label"] == f"{name}:budget=40"
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import shutil
 
 import pytest
 import torch
 
 import kvsieve
 from kvsieve.errors import KvsieveError
+from kvsieve.kernels.cpu import quantized as kernel
+from kvsieve.models import stored
 from kvsieve.models.quantized import weight_bytes
 from tiny_models import build
 from toy_gguf import TOKENS, write_gguf
@@ -19,6 +23,7 @@ pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 
 WORDS = {"vocab_size": len(TOKENS), "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+NO_STORED = not stored.IS_SUPPORTED or kernel.built().loaded is None
 SHAPE = {"hidden_size": 256, "intermediate_size": 288, "num_hidden_layers": 2, "head_dim": 64}
 
 
@@ -71,3 +76,38 @@ def test_adapters_over_blocks_are_saved_and_loaded(models, wrapped, tmp_path):
         peft.set_peft_model_state_dict(other, state)
     with torch.no_grad():
         assert torch.equal(tuned.eval()(ids).logits, again.eval()(ids).logits)
+
+
+def test_states_are_not_loaded_into_blocks(models):
+    model, plain, _ = models
+    names = dict(model.named_parameters()).keys()
+    state = plain.state_dict()
+    for strict in (True, False):
+        with pytest.raises(KvsieveError, match="cannot be written.*weights='expand'"):
+            model.load_state_dict(state, strict=strict)
+    model.load_state_dict({name: state[name] for name in names})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "toy.gguf",
+        pytest.param("model.safetensors", marks=pytest.mark.skipif(NO_STORED, reason="weights are expanded here")),
+    ],
+)
+def test_a_file_written_to_is_not_computed_with(tmp_path, name):
+    file = tmp_path / name
+    if name == "toy.gguf":
+        write_gguf(build("llama", **WORDS), file, "Q8_0")
+    else:
+        build("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+        word_tokenizer().save_pretrained(tmp_path)
+    model, _ = kvsieve.models.load(file if name == "toy.gguf" else tmp_path, torch.float32, "cpu")
+    shutil.copy(file, tmp_path / "other")
+    os.utime(file, ns=(0, 0))
+    with pytest.raises(KvsieveError, match=f"{name} was written to.*load the model again"):
+        kvsieve.attach(model, kvsieve.plan("full")).__enter__()
+    # The mapped file is another one now, which leaves it as it was.
+    os.replace(tmp_path / "other", file)
+    with kvsieve.attach(model, kvsieve.plan("full")):
+        pass

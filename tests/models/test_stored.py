@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -12,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import kvsieve
-from kvsieve.cli.estimate import model_config
+from kvsieve.cli.estimate import make_report, model_config
+from kvsieve.cli.specs import make_run
 from kvsieve.errors import KvsieveError
 from kvsieve.hf.persist.identity import model_identity
 from kvsieve.hf.runtime import AttachedModel
@@ -175,6 +178,15 @@ def test_memory_is_counted_as_loaded(saved):
         assert foot.weights == weight_bytes(model) and bool(foot.copies) == (family == "olmo")
         expanded = footprint(model_config(name), "float32", "cpu", name, "expand")
         assert expanded.copies and expanded.weights == weight_bytes(load(name, "expand"))
+        for dtype, weights, size in (
+            ("float32", None, foot.weights),
+            ("float32", "expand", expanded.weights),
+            ("bfloat16", None, expanded.weights // 2),
+        ):
+            report = make_report(name, [100], [make_run("full")], 1, dtype, weights)
+            assert report["results"][0]["weight_bytes"] == size
+            half = expanded.weights // 2
+            assert report["weights"] == (["BF16"] if half < size < expanded.weights else dtype)
 
 
 def wide(folder, *names):
@@ -210,7 +222,6 @@ OTHERWISE = {
         lambda folder, monkeypatch: monkeypatch.setattr(stored.kernel, "built", lambda: Library(None, "no gcc")),
         {},
     ),
-    "an error": (lambda folder, monkeypatch: monkeypatch.setattr(stored, "_put_in", lambda *given: 1 / 0), {}),
 }
 
 
@@ -228,6 +239,24 @@ def test_weights_that_cannot_stay_are_expanded(saved, family):
     model = load(saved(family))
     assert len(matrices_of(model)) == OTHERS[family][1] and model.dtype == torch.float32
     assert type(model.lm_head) is torch.nn.Linear and model.lm_head.weight.dtype == torch.float32
+
+
+def test_an_error_is_raised_and_names_the_way_out(saved, monkeypatch):
+    monkeypatch.setattr(stored, "layer_over", lambda *given: 1 / 0)
+    with pytest.raises(kvsieve.models.ModelLoadError, match="division by zero.*weights='expand'"):
+        load(saved())
+    assert not matrices_of(load(saved(), "expand"))
+
+
+def test_a_broken_file_is_read_once(folder, monkeypatch):
+    calls = []
+    once = AutoModelForCausalLM.from_pretrained
+    spy = lambda *given, **options: calls.append(given) or once(*given, **options)  # noqa: E731
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", spy)
+    os.truncate(folder / "model.safetensors", 10_000)
+    with pytest.raises(kvsieve.models.ModelLoadError, match="from its directory"):
+        load(folder)
+    assert len(calls) == 1
 
 
 def test_a_damaged_checkpoint_has_the_errors_of_plain_weights(folder):

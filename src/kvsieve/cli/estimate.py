@@ -134,9 +134,10 @@ def make_report(
     from kvsieve.planning.plans import Plan
     from kvsieve.planning.profiles import Fingerprint
 
-    config, shape = _geometry(name, runs, weights)
+    wide = dtype == "float32"
+    config, shape = _geometry(name, runs, wide or weights is not None)
     size = ELEMENT_BYTES[dtype]
-    sizes = weight_sizes(shape, size, name, weights)
+    sizes = weight_sizes(shape, size, name, weights, config if wide else None)
     # Costs hardly depend on the tokenizer, so it is not loaded.
     runs = [_fitted(run, shape, size).for_model(Fingerprint.of_config(config)) for run in runs]
     results = []
@@ -167,11 +168,11 @@ def make_report(
     }
 
 
-def _geometry(name: str | None, runs: list[MethodRun], weights: str | None) -> tuple[Any, Any]:
-    """Return a model's config and geometry, without importing torch if model, weights and plans do not need it."""
+def _geometry(name: str | None, runs: list[MethodRun], needed: bool) -> tuple[Any, Any]:
+    """Return a model's config and geometry, without importing torch if the model itself is not needed."""
     from kvsieve.lab.bench.plain_geometry import plain_config, plain_geometry
 
-    needed = weights is not None or any(_needs_model(run.plan) for run in runs)
+    needed = needed or any(_needs_model(run.plan) for run in runs)
     config = None if needed else plain_config(name)
     if config is not None:
         return config, plain_geometry(config)
@@ -241,7 +242,7 @@ def _notes(config: Any, contexts: list[int], dtype: str) -> list[str]:
 def _print(report: dict[str, Any]) -> None:
     weights = bytes_text(report["results"][0]["weight_bytes"])
     show(f"{report['model']}: {report['parameters'] / 1e9:.3f} B parameters, {report['layers']} layers")
-    blocks = "" if report["weights"] == report["dtype"] else f"blocks of {', '.join(report['weights'])}, computing in "
+    blocks = "" if report["weights"] == report["dtype"] else f"{', '.join(report['weights'])}, computing in "
     show(f"weights {weights} in {blocks}{report['dtype']}, batch {report['batch']}")
     states = report["results"][0]["state_bytes"]
     of_them = f"; recurrent states {bytes_text(states)}, in KV below, do not grow" if states else ""

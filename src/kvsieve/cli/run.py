@@ -78,7 +78,12 @@ def run_command(
     parse_special: Annotated[
         bool, option(PROMPT, "Treat <|im_end|> and the like in the prompt as control tokens", "--parse-special")
     ] = False,
-    method: Annotated[str, option(METHOD, "Method, such as snapkv or snapkv:kernel=21 (`kvsieve methods`)")] = "fastkv",
+    method: Annotated[
+        str | None,
+        option(
+            METHOD, "Method of `kvsieve methods`, such as snapkv:kernel=21 (default: fastkv, with --documents snapkv)"
+        ),
+    ] = None,
     compare: Annotated[
         str, option(METHOD, "Methods to run first and compare with: full,snapkv:kernel=21 (default: none)")
     ] = "",
@@ -140,12 +145,12 @@ def run_command(
     check_least(1, max_new_tokens=max_new_tokens, chunk=chunk, batch=batch)
     check_memory(memory, store)
     sampling = parse_sampling(temperature, top_p, top_k, seed)
+    if method is None:  # joins refuse propagators
+        method = "snapkv" if documents else "fastkv"
     specs = [*compared_specs(compare, budget, profile), chosen_spec(method, budget, settings or [], profile)]
     parts = parse_parts(codec, rest, prefill)
-    unusable = {"--protect": protect, "--memory": memory}
-    prompts = given_prompts(
-        prompt, prompt_file, prompts_file, question, system, given_documents(documents, question, unusable)
-    )
+    contents = given_documents(documents, question, {"--protect": protect, "--memory": memory})
+    prompts = given_prompts(prompt, prompt_file, prompts_file, question, system, contents)
     kind = parse_join(join, prompts[0].documents)
     grammar = None if json_schema is None else read_schema(json_schema)
     roles, spans = parse_protect(protect or [], all(part.system for part in prompts))

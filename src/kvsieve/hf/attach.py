@@ -32,6 +32,7 @@ from kvsieve.hf.model.weights import why_out_of_reach
 from kvsieve.hf.prompt.draft import load_draft
 from kvsieve.hf.runtime import DraftModel
 from kvsieve.hf.sieve import Sieve
+from kvsieve.models.quantized import why_overwritten
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.roles import DraftPropagator
 
@@ -131,7 +132,7 @@ def attached(
             stack.enter_context(_alone(model))
         plan = plan_for(plan, model, tokenizer)
         check_model(model, plan)
-        reason = why_out_of_reach(model) or _why_compiled(model)
+        reason = why_out_of_reach(model) or _why_compiled(model) or why_overwritten(model)
         if reason is not None:
             raise UnsupportedModelError(f"{type(model).__name__} cannot run {plan.name!r}: {reason}")
         sieve = Sieve(model, plan, decode)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -122,14 +121,12 @@ def _load_any(
         if _reads_images(config, images):
             auto = AutoModelForImageTextToText
             stored = False
-        found = None
+        form: dict[str, Any] = {}
         if stored and quantization_of(config) is None:
             from kvsieve.models.stored import AsStored
 
-            # Below, what cannot stay as stored is loaded as ever, or the error is raised.
-            with contextlib.suppress(Exception):
-                found = auto.from_pretrained(source, dtype=dtype, quantization_config=AsStored(), **CHECKED, **options)
-        model, info = found or auto.from_pretrained(source, dtype=dtype, **CHECKED, **options)
+            form = {"quantization_config": AsStored()}
+        model, info = auto.from_pretrained(source, dtype=dtype, **form, **CHECKED, **options)
     except Exception as exc:
         raise load_error(f"cannot load {name!r}", options, exc) from exc
     check_complete(name, model, info)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,8 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
+# Files that models are mapped from, as they were then.
+_mapped: WeakKeyDictionary[nn.Module, dict[Path, os.stat_result]] = WeakKeyDictionary()
 # Methods that write into their tensor, besides those with names that end with one "_".
 _WRITES = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "pow"))}
 
@@ -68,6 +72,11 @@ class _InBlocks(nn.Module):
         if name == "weight":
             raise _written()
         super().__setattr__(name, value)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any) -> None:
+        if f"{prefix}weight" in state_dict:
+            raise _written()
+        super()._load_from_state_dict(state_dict, prefix, *more)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         numbers = self.matrix.numbers
@@ -217,12 +226,16 @@ def matrices_of(module: nn.Module) -> list[QuantizedMatrix]:
     return list({matrix.data.data_ptr(): matrix for matrix in parts}.values())
 
 
-def include_blocks(model: Any, way_out: str | None) -> None:
+def include_blocks(model: Any, way_out: str | None, files: Iterable[Path] = ()) -> None:
     """Let a loaded model's methods count its weights in blocks, or refuse to write them.
 
-    way_out: the end of the errors of `state_dict` and `save_pretrained`, such as "load it with weights='expand'"; None
-        where all are plain numbers, which both write, but not over the files that they are mapped from.
+    Args:
+        model: the model.
+        way_out: the end of the errors of `state_dict` and `save_pretrained`, such as "load it with weights='expand'";
+            None where all are plain numbers, which both write, but not over the files that they are mapped from.
+        files: for `why_overwritten`.
     """
+    _mapped[model] = {path.absolute(): path.stat() for path in files}
     model.num_parameters = functools.partial(_num_parameters, model)
     model.get_memory_footprint = functools.partial(_memory_footprint, model)
     if way_out is None:
@@ -230,6 +243,15 @@ def include_blocks(model: Any, way_out: str | None) -> None:
         return
     model.state_dict = functools.partial(_state_dict, model, way_out)
     model.save_pretrained = functools.partial(_refuse_to_save, way_out)
+
+
+def why_overwritten(model: Any) -> str | None:
+    """Return which mapped file of a model was written to since it was loaded, or None; a replaced one stays mapped."""
+    for path, before in _mapped.get(model, {}).items():
+        now = path.stat() if path.exists() else before
+        if os.path.samestat(before, now) and (before.st_size, before.st_mtime_ns) != (now.st_size, now.st_mtime_ns):
+            return f"{path} was written to since its weights were mapped, which may be others now; load the model again"
+    return None
 
 
 def _num_parameters(model: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

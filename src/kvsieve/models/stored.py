@@ -18,6 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvsieve.kernels.cpu import quantized as kernel
 from kvsieve.kernels.cpu.quantized import QuantizedMatrix
+from kvsieve.models.fetch import ModelLoadError
 from kvsieve.models.quantized import include_blocks, is_table, keep_tied, layer_over
 from kvsieve.models.source import is_gguf, quantization_of
 
@@ -90,7 +91,7 @@ class AsStored(QuantizationConfigMixin):
     They become layers over the mapped numbers of the safetensors files. Weights that are float32 there, or loaded from
     other files, are loaded as without it.
 
-    Raises ValueError, from `from_pretrained`, for a model that would have other weights of 16 bits.
+    Raises ModelLoadError, from `from_pretrained`, for a model whose layers cannot compute with them.
     """
 
     def __init__(self) -> None:
@@ -122,7 +123,10 @@ class _Keeping(HfQuantizer):
         self.remove_quantization_config(model)
         # Saving the model reverts them.
         model._weight_conversions = conversions
-        _put_in(model, self.names)
+        try:
+            _put_in(model, self.names)
+        except Exception as error:
+            raise ModelLoadError(f"as stored, its weights fail ({error}): load it with weights='expand'") from error
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
@@ -149,4 +153,4 @@ def _put_in(model: Any, names: frozenset[str]) -> None:
     if others:
         raise ValueError(f"{type(model).__name__} has other weights of 16 bits: {', '.join(others)}")
     model.tie_weights = keep_tied
-    include_blocks(model, None)
+    include_blocks(model, None, Path(model.name_or_path).glob("model*.safetensors"))

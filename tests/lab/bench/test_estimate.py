@@ -505,7 +505,7 @@ def test_a_files_weights_are_those_that_are_loaded(toy):
 
 def test_the_command_prices_forms_of_weights(cli, toy, folder):
     code, out, _ = cli(toy, "--context", "100", "--method", "full")
-    assert code == 0 and "in blocks of F32, computing in bfloat16" in out
+    assert code == 0 and "in F32, computing in bfloat16" in out
     for name, form, kinds in ((toy, "expand", "bfloat16"), (folder, "int8", ["Q8_0"])):
         code, out, _ = cli(name, "--context", "100", "--method", "full", "--weights", form, "--json")
         report = json.loads(out)

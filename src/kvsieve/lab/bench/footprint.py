@@ -15,7 +15,6 @@ from kvsieve.hf.model.memory import layer_bytes
 from kvsieve.hf.model.shapes import LayerShape
 from kvsieve.lab.bench.geometry import geometry
 from kvsieve.lab.bench.weight_sizes import weight_sizes
-from kvsieve.models.stored import stored_kind
 from kvsieve.planning.plans import Plan
 
 # Context of models without a limit of their own.
@@ -111,9 +110,8 @@ def footprint(
     chosen = auto_dtype(where).dtype if dtype == "auto" else getattr(torch, dtype, config.dtype or torch.float32)
     on_cpu = where.type == "cpu"
     is_wide = on_cpu and chosen == torch.float32
-    stored = stored_kind(name, config) if is_wide and weights is None else None
     # Weights in blocks are for CPUs.
-    sizes = weight_sizes(found, chosen.itemsize, name if on_cpu else None, weights, stored)
+    sizes = weight_sizes(found, chosen.itemsize, name if on_cpu else None, weights, config if is_wide else None)
     return Footprint(
         model=found.model,
         shapes=found.shapes,

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from kvsieve.lab.bench.geometry import Geometry
 from kvsieve.models.gguf.file import GgufFile
@@ -35,24 +36,27 @@ def weight_sizes(
     element: int,
     name: str | None = None,
     weights: str | None = None,
-    stored: str | None = None,
+    config: Any = None,
 ) -> WeightSizes:
     """Return the bytes of a model's weights in a form.
 
     Args:
-        geometry: of the model; with the model itself for "int8" and "int4", and with `stored`.
+        geometry: of the model; with the model itself for "int8" and "int4", and with `config`.
         element: bytes of a number in the model's dtype.
         name: of the model; of a .gguf file the header is read.
         weights: form, of `kvsieve.models.load`.
-        stored: type of a checkpoint's weights that stay as stored; None: all are in the model's dtype.
+        config: for float32 on a CPU, where a checkpoint's weights may stay as stored. None: these are of `element`.
 
     Raises:
         ModelNotFoundError, ModelLoadError: a .gguf file that cannot be read.
     """
     if weights in ("int8", "int4"):
         return _sizes(geometry.parameters, element, _packed(geometry, weights))
-    if stored is not None:
-        return _sizes(geometry.parameters, element, _as_stored(geometry, stored))
+    if config is not None and weights is None:
+        from kvsieve.models.stored import stored_kind
+
+        if (kind := stored_kind(name, config)) is not None:
+            return _sizes(geometry.parameters, element, _as_stored(geometry, kind))
     if name is not None and is_gguf(name) and weights is None:
         from kvsieve.kernels.cpu.quantized import FORMATS
 

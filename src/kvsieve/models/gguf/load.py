@@ -51,7 +51,7 @@ def load_blocks(path: str | os.PathLike[str], dtype: torch.dtype) -> tuple[PreTr
     filling.run()
     filling.tell()
     model.generation_config = generation_of(file, tokenizer)
-    include_blocks(model, f"copy {file.path}, or load it with weights='expand'")
+    include_blocks(model, f"copy {file.path}, or load it with weights='expand'", [file.path])
     return model.eval(), tokenizer
 
 
