@@ -38,7 +38,8 @@ def stored_kind(name: str | None, config: Any) -> str | None:
     """
     from transformers import AutoModelForCausalLM
 
-    dtype = config.get_text_config().dtype or config.dtype
+    # A part's own is not changed with the model's.
+    dtype = config.dtype or config.get_text_config().dtype
     kind = next((kind for kind, known in KINDS.items() if known == dtype), None)
     if not IS_SUPPORTED or name is None or is_gguf(name) or kind is None or quantization_of(config) is not None:
         return None
