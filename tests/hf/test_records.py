@@ -1,6 +1,8 @@
-"""What evictors record while a prompt is read goes with its entries: copies, files, snapshots, tokens taken back."""
+"""What methods record while a prompt is read goes with its entries: copies, files, snapshots, tokens taken back."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 import torch
@@ -10,7 +12,21 @@ from kvsieve.hf.compat import CACHE
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.store import PrefixStore
 from small import ACTING, plan_of, stored
-from tiny import greedy, tiny_prompt
+from tiny import greedy, padded_prompt, tiny_prompt
+
+PROMPT = tiny_prompt(1, 60)
+CODEC = "kivi:bits=8:block=8:tail=4"
+# By a method's name, parameters with which every part of it acts on as few tokens.
+PLANS = {
+    **{name: {} if name in ("lookahead", "mixed") else {"every": 3} for name in kvsieve.list_methods()},
+    **{name: {"block": 16, "tail": 8} for name in kvsieve.list_methods() if kvsieve.method_info(name).is_codec},
+    "asl": {"every": 3, "budget": 30},
+    "clusterkv": {"per_cluster": 8, "chunk_length": 4},
+    **{
+        f"{name}, codec": {"every": 3, "codec": CODEC}
+        for name in ("adakv", "cake", "fastkv", "h2o", "perturn", "quest", "snapkv")
+    },
+}
 
 
 def forked(sieve, cache, path):
@@ -26,7 +42,7 @@ def saved(sieve, cache, path):
 
 def rolled_back(sieve, cache, path):
     snapshot = cache.snapshot()
-    feed(sieve, cache, tiny_prompt(1, 5, seed=8)[0])
+    list(answered(sieve, cache, tiny_prompt(1, 5, seed=8)[0]))
     cache.rollback(snapshot)
     return cache
 
@@ -43,6 +59,10 @@ def chosen(sieve, cache, path):
     return cache
 
 
+def adopted(sieve, cache, path):
+    return sieve.adopt(cache)
+
+
 def refused(sieve, cache, path):
     """Nothing that a call is refused for is left behind."""
     with pytest.raises(kvsieve.KvsieveError):
@@ -50,7 +70,7 @@ def refused(sieve, cache, path):
     return cache
 
 
-ROUTES = (forked, saved, rolled_back, taken_back, chosen, refused)
+ROUTES = (forked, saved, rolled_back, taken_back, chosen, adopted, refused)
 
 
 def feed(sieve, cache, tokens):
@@ -58,27 +78,88 @@ def feed(sieve, cache, tokens):
         sieve.feed(cache, token[None, None], None)
 
 
+def begun(sieve):
+    return sieve.generate(PROMPT, **greedy(max_new_tokens=5)).cache
+
+
+def answered(sieve, cache, new):
+    """Feed tokens of an answer, then a turn; yield logits, and what is stored, after each token and the turn."""
+    for token in new:
+        found = sieve.feed(cache, token[None, None], None, PassRequest(phase="decode"), logits=1)
+        yield found.logits.tolist(), stored(cache)
+    size = cache.conversation.caller_length_and_mask()[0]
+    ids = torch.cat([PROMPT, tiny_prompt(1, size - 48, seed=4)], 1)
+    options = greedy(max_new_tokens=4, output_logits=True, return_dict_in_generate=True)
+    found = sieve.generate(ids, torch.ones_like(ids), cache=cache, **options)
+    yield torch.stack(found.output.logits).tolist(), stored(cache)
+
+
 @pytest.mark.filterwarnings("ignore::kvsieve.errors.KvsieveWarning")
-@pytest.mark.parametrize("name", ACTING)
+@pytest.mark.parametrize("name", PLANS)
 def test_an_answer_goes_on_as_if_nothing_had_been(model, name, tmp_path):
-    new = tiny_prompt(1, 10, seed=3)[0]
-    with kvsieve.attach(model, plan_of(name, model, every=3)) as sieve:
-        cache = sieve.generate(tiny_prompt(1, 60), **greedy(max_new_tokens=5)).cache
-        plain = cache.fork()
-        feed(sieve, plain, new)
+    new = tiny_prompt(1, 7, seed=3)[0]
+    with kvsieve.attach(model, plan_of(name.partition(",")[0], model, **PLANS[name])) as sieve:
+        cache = begun(sieve)
+        plain = list(answered(sieve, cache.fork(), new))
         for route in ROUTES:
-            other = route(sieve, cache.fork(), tmp_path / route.__name__)
-            feed(sieve, other, new)
-            assert stored(other) == stored(plain), route.__name__
+            same = list(answered(sieve, route(sieve, cache.fork(), tmp_path / route.__name__), new)) == plain
+            assert same, route.__name__
 
 
 @pytest.mark.filterwarnings("ignore::kvsieve.errors.KvsieveWarning")
+@pytest.mark.parametrize("name", PLANS)
+def test_a_fork_and_its_origin_go_on_in_turns_as_they_would_alone(model, name):
+    news = tiny_prompt(2, 7, seed=3)
+    with kvsieve.attach(model, plan_of(name.partition(",")[0], model, **PLANS[name])) as sieve:
+        alone = [list(answered(sieve, begun(sieve), new)) for new in news]
+        cache = begun(sieve)
+        both = [answered(sieve, each, new) for each, new in zip((cache, cache.fork()), news, strict=True)]
+        same = list(zip(*both, strict=True)) == list(zip(*alone, strict=True))
+        assert same
+
+
+# Methods that tell an answer's tokens from a prompt's.
+APART = {
+    "compactor": "tokens of an answer are not read in chunks",
+    "rocketkv": "the budget follows from the prompt's length",
+    "scope": "the prompt stays",
+}
+
+
+@pytest.mark.filterwarnings("ignore::kvsieve.errors.KvsieveWarning")
+@pytest.mark.parametrize("first", [0, 30], ids=["", "second turn"])
 @pytest.mark.parametrize("name", ACTING)
-def test_a_method_acts_on_the_answer_to_a_first_prompt_that_stayed_whole(model, name):
-    ids = tiny_prompt(1, 60)
-    with kvsieve.attach(model, plan_of(name, model, every=3, budget="40%")) as sieve:
-        cache = sieve.generate(ids, reduce=False, **greedy(max_new_tokens=13)).cache
-        assert min(cache.entries()) < cache.num_seen == 72
+def test_the_first_act_on_an_answer_to_a_prompt_that_stayed_whole_is_that_at_a_prompts_end(model, name, first):
+    """Budgets are then divided, and records made, as if the prompt ended there."""
+    ids, new = tiny_prompt(1, 60), tiny_prompt(1, 9, seed=3)[0]
+    plan = dataclasses.replace(plan_of(name, model, every=3, budget=30), propagate=None)
+    steps = plan.when.steps
+    with kvsieve.attach(model, plan) as sieve:
+        whole = sieve.prefill(ids[:, :first]) if first else sieve.new_cache()
+        cache = sieve.prefill(ids[:, :-steps], cache=whole.fork(), reduce=False)
+        sieve.prefill(ids, cache=whole)
+        feed(sieve, cache, ids[0, -steps:])
+        assert stored(cache) == stored(whole) or name in APART
+        feed(sieve, cache, new)
+        feed(sieve, whole, new)
+        assert stored(cache) == stored(whole) or name in APART
+        assert plan.evict.keeps_prompt or max(cache.entries()) < cache.num_seen
+
+
+@pytest.mark.filterwarnings("ignore::kvsieve.errors.KvsieveWarning")
+@pytest.mark.parametrize("name", ["adakv", "cake", "dynamickv", "fastgen", "headkv", "pyramidkv", "sagekv", "zigzagkv"])
+def test_a_row_that_stayed_whole_is_reduced_as_it_would_be_alone(model, name):
+    """Though its prompt is shorter than the window, and the other row's is not."""
+    (ids, mask), new = padded_prompt(30, 29), tiny_prompt(2, 8, seed=3)
+    with kvsieve.attach(model, plan_of(name, model, every=3, budget=10)) as sieve:
+        both = sieve.prefill(ids, mask, reduce=False)
+        for column in new.T:
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+            sieve.feed(both, column[:, None], mask, PassRequest(phase="decode"))
+        for row, padding in enumerate((0, 29)):
+            alone = sieve.prefill(ids[row : row + 1, padding:], reduce=False)
+            feed(sieve, alone, new[row])
+            assert stored(both, (0, 29))[row] == stored(alone)[0]
 
 
 @pytest.mark.filterwarnings("ignore::kvsieve.errors.KvsieveWarning")

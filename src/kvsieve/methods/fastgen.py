@@ -83,14 +83,12 @@ class FastGen(ScoredEvictor, needs=("tokens",), heads="own", ragged=True, takes_
         if skips(self.skip_layers, ctx):
             return None
         prompt = ctx.step.phase == "prefill"
-        # Heads of a prompt that was to stay whole (reduce=False) are profiled by its last queries during decode.
-        profiles = prompt or "policy" not in ctx.state
         real = torch.ones_like(ctx.index, dtype=torch.bool) if ctx.valid is None else ctx.valid.expand_as(ctx.index)
         whole = [prompt and count >= stored for count, stored in zip(counts, ctx.stored, strict=True)]
         stays = torch.tensor(whole).to(real.device, non_blocking=True)[:, None]
         scores = self.scores(ctx)
         masks = self.policies(ctx, scores, counts, real)
-        if profiles:
+        if prompt:
             recovered = (masks * scores).sum(-1)
             enough = torch.cat([recovered[:_FULL] >= self.recovery, torch.ones_like(recovered[:1], dtype=torch.bool)])
             policy = enough.to(torch.uint8).argmax(0)

@@ -50,7 +50,7 @@ class SimLayerKV(StreamingLLM, heads="all", query_aware=True):
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
         if skips(self.skip_layers, ctx):
             return None
-        if ctx.step.phase == "prefill" or "lazy" not in ctx.state:
+        if ctx.step.phase == "prefill":
             ctx.state["lazy"] = self.attended(ctx, tuple(map(min, counts, ctx.stored))).cpu() > self.threshold
         rows = zip(counts, ctx.stored, ctx.state["lazy"].tolist(), strict=True)
         return keep_best(self, ctx, tuple(count if drops else max(count, stored) for count, stored, drops in rows))

@@ -37,7 +37,8 @@ def evict(plan: Plan, ctx: LayerContext, cache: SieveCache, due: tuple[bool, ...
     record = turn.record
     lengths = counted_lengths(evictor, step, conversation)
     counts = tuple(evictor.entries(length, turn.new_tokens) for length in lengths)
-    shown, slots = aligned(ctx)
+    slots = ctx.shared.setdefault("slots", {})
+    shown, slots[ctx.layer_idx] = aligned(ctx)
     shown, counts = keep_prompt(evictor, shown, counts, conversation.prompt_lengths)
     if not all(due):
         rows = zip(counts, ctx.stored, due, strict=True)
@@ -45,6 +46,9 @@ def evict(plan: Plan, ctx: LayerContext, cache: SieveCache, due: tuple[bool, ...
     if prompt:
         record.asked = max(evictor.requested(length, turn.new_tokens) for length in lengths)
         record.raised_to = max(counts) if max(counts) > record.asked else None
+    elif not record.reduced and not evictor.keeps_prompt and _first_acts(plan, step, conversation.prompt_lengths):
+        # What methods record at the end of a prompt they record here if it stayed whole (reduce=False).
+        shown = dataclasses.replace(shown, step=dataclasses.replace(step, phase="prefill"))
     chosen = evictor.select(shown, counts)
     if not all(due) and isinstance(chosen, Selection):
         chosen = in_rows(chosen, shown, due)
@@ -52,10 +56,9 @@ def evict(plan: Plan, ctx: LayerContext, cache: SieveCache, due: tuple[bool, ...
     for index, selection in per_layer.items():
         if selection is None:
             continue
-        if index == ctx.layer_idx:
-            if evictor.keeps_prompt and not prompt:
-                check_protected(evictor, shown, selection)
-            selection = stored_slots(selection, slots)
+        if index == ctx.layer_idx and evictor.keeps_prompt and not prompt:
+            check_protected(evictor, shown, selection)
+        selection = stored_slots(selection, slots.pop(index, None))
         layer = cache.sieve_layers[index]
         selection = _real_only(evictor, selection, layer.store)
         check_written(evictor, selection, layer.store.dims)
@@ -77,6 +80,11 @@ def evict(plan: Plan, ctx: LayerContext, cache: SieveCache, due: tuple[bool, ...
         record.evicted.add(index)
         if prompt:
             record.kept[index] = layer.store.entries
+
+
+def _first_acts(plan: Plan, step: Step, prompt_lengths: tuple[int, ...]) -> bool:
+    """Return True if the plan acts on some row's answer for the first time."""
+    return any(length - prompt == plan.when.steps for length, prompt in zip(step.lengths, prompt_lengths, strict=True))
 
 
 def _real_only(evictor: Evictor, selection: Selection, store: LayerMemory) -> Selection:
