@@ -65,6 +65,14 @@ BAD = {
         ("scope:strategy=adaptive:answer=512", "no effect with strategy='adaptive'"),
         ("scope:strategy=discontinuous:answer=50%", "no effect with strategy='discontinuous'"),
         ("kvcrush:seed=7", "KVCrush: seed=7 has no effect with anchor='alternating'"),
+        ("adakv:rule=kvpress:normalize=false", "AdaKV: normalize=False has no effect with rule='kvpress'"),
+        ("attentionmatching:values=false:ridge=0.1", "AttentionMatching: ridge=0.1 has no effect with values=False"),
+        ("compactor:parts=leverage:chunk_length=8", "Compactor: chunk_length=8 has no effect with parts='leverage'"),
+        ("compactor:parts=attention:sketch=8", "Compactor: sketch=8 has no effect with parts='attention'"),
+        ("compactor:parts=leverage:blending=1", "Compactor: blending=1 has no effect with parts='leverage'"),
+        ("compactor:parts=attention:blending=0.5", "Compactor: blending=0.5 has no effect with parts='attention'"),
+        ("k8v4:rotate_values=true:group=32", "K8V4: group=32 has no effect with rotate_values=True"),
+        ("pyramidinfer:recent=0:distance_weight=2", "PyramidInfer: distance_weight=2 has no effect with recent=0"),
     ],
 )
 def test_a_parameter_without_effect_is_refused(spec, message):
@@ -80,6 +88,9 @@ def test_a_parameter_without_effect_is_refused(spec, message):
         "adakv:beta=20",
         "scope:strategy=adaptive:interval=5:recent=2000",
         "kvcrush:seed=7:anchor=random",
+        "compactor:parts=leverage:sketch=8",
+        "compactor:parts=attention:chunk_length=8",
+        "attentionmatching:values=false:biases=false",
     ],
 )
 def test_a_parameter_with_effect_or_by_default_is_taken(spec):

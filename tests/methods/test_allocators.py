@@ -326,7 +326,7 @@ def wrapped(base):
     return [
         PyramidKV(base=base, beta=7),
         AdaKV(base=base, normalize=False),
-        AdaKV(base=base, normalize=False, rule="kvpress", pyramid=True),
+        AdaKV(base=base, rule="kvpress", pyramid=True),
         CAKE(base=base),
         ZigZagKV(base=base),
         DynamicKV(base=base, interval=2),

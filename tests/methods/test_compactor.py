@@ -20,7 +20,10 @@ from tiny import tiny_model, tiny_prompt
 
 F64 = torch.float64
 PADDING = [0, 17]
-SMALL = {"sinks": 3, "recent": 2, "chunk_length": 16}
+FIXED = {"sinks": 3, "recent": 2}
+SMALL = {**FIXED, "chunk_length": 16}
+# What each choice of `parts` takes.
+ONLY = {"both": {**SMALL, "sketch": 5}, "attention": SMALL, "leverage": {**FIXED, "sketch": 5}}
 ROUND = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 
 
@@ -86,7 +89,7 @@ def seen(query, keys, values, padding=None):
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_equals_the_slow_definition_in_padded_batches(parts, groups):
     query, keys, values = rows(groups, seed=groups)
-    evictor = Compactor(budget="40%", parts=parts, sketch=5, **SMALL)
+    evictor = Compactor(budget="40%", parts=parts, **ONLY[parts])
     ctx = seen(query, keys, values, PADDING)
     if evictor.when.observes:
         evictor.observe(ctx)
@@ -110,7 +113,8 @@ def test_the_sketch_is_left_out_where_it_is_as_wide_as_the_keys():
 def test_blending_is_given_or_the_share_dropped():
     query, keys, values = rows()
     ctx = seen(query, keys, values)
-    alone = [Compactor(budget=21, parts=parts, **SMALL).scores(ctx)[..., 3:-2] for parts in ("attention", "leverage")]
+    taken = {"attention": SMALL, "leverage": FIXED}
+    alone = [Compactor(budget=21, parts=parts, **given).scores(ctx)[..., 3:-2] for parts, given in taken.items()]
     for blending, weight in ((0.0, 0.0), (2.5, 2.5), (None, 1 - 21 / 63)):
         both = Compactor(budget=21, blending=blending, **SMALL).scores(ctx)[..., 3:-2]
         torch.testing.assert_close(both, alone[0] + weight * alone[1])

@@ -253,6 +253,7 @@ def test_calibration_measures_the_means_of_prompts(tmp_path):
         (lambda: evictor(10, groups=0), "groups must be a whole number of at least 1"),
         (lambda: evictor(10, spread=0.5), "UNComp: spread must be at least 1, got 0.5"),
         (lambda: evictor(10, spread=float("nan")), "spread must be"),
+        (lambda: evictor(10, groups=1, spread=3.0), "spread=3.0 has no effect with groups=1"),
         (lambda: evictor(10, (("a",),)), "UNComp: heads must be numbers"),
         (lambda: stages("2/x"), "stages must be 'auto', or the first layers of the stages"),
         (lambda: stages((3, 2)), "in ascending order"),

@@ -88,6 +88,8 @@ class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
         check_int(self, "beta", self.beta, 1)
         if not self.pyramid:
             refuse_unused(self, "pyramid=False", "beta")
+        if self.rule == "kvpress":
+            refuse_unused(self, "rule='kvpress'", "normalize")
 
     @property
     def traits(self) -> Traits:

@@ -32,7 +32,7 @@ from kvsieve.core.matching import MatchedPart, attended, fitted_values, fitted_w
 from kvsieve.core.selection import entries_at, pack, select_top
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
-from kvsieve.methods.base import apply_protection, check_int, hide_padding, parse_layers, skips
+from kvsieve.methods.base import apply_protection, check_int, hide_padding, parse_layers, refuse_unused, skips
 from kvsieve.methods.repeating import RepeatingEvictor, side_by_side
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.parameters import MOST
@@ -74,6 +74,8 @@ class AttentionMatching(RepeatingEvictor, heads="own", writes=True, query_aware=
         check_int(self, "queries", self.queries, 1)
         if not 0 <= self.ridge < float("inf"):
             raise PlanError(f"AttentionMatching: ridge must be a number of at least 0, got {self.ridge!r}")
+        if not self.values:
+            refuse_unused(self, "values=False", "ridge")
         object.__setattr__(self, "skip_layers", parse_layers(self, self.skip_layers))
         self.budget.refuse_fewer(self.minimum, "AttentionMatching", "one entry")
 

@@ -24,7 +24,15 @@ from kvsieve.core.rotation import sketch as gaussian
 from kvsieve.core.scoring import pool, score_dtype
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
-from kvsieve.methods.base import ScoredEvictor, check_int, first_real, last_real, skips, unrotated_keys
+from kvsieve.methods.base import (
+    ScoredEvictor,
+    check_int,
+    first_real,
+    last_real,
+    refuse_unused,
+    skips,
+    unrotated_keys,
+)
 from kvsieve.methods.h2o import moved
 from kvsieve.planning.registry import register_method
 from kvsieve.planning.roles import Traits
@@ -60,6 +68,9 @@ class Compactor(ScoredEvictor, needs=("rotary",), heads="all", query_aware=False
         check_int(self, "chunk_length", self.chunk_length, 1, most=1 << 14)
         check_int(self, "sinks", self.sinks, 0)
         check_int(self, "recent", self.recent, 0)
+        if self.parts != "both":
+            other = "sketch" if self.parts == "attention" else "chunk_length"
+            refuse_unused(self, f"parts={self.parts!r}", "blending", other)
         super().__post_init__()
 
     @property

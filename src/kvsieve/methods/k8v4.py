@@ -20,6 +20,7 @@ from kvsieve.core.codebooks import level_scale
 from kvsieve.core.codes import CodeFormat
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor
+from kvsieve.methods.base import refuse_unused
 from kvsieve.methods.codecs import GroupCodec
 from kvsieve.methods.rotated import Rotated
 from kvsieve.planning.registry import register_method
@@ -46,6 +47,8 @@ class K8V4(GroupCodec, heads="own"):
                 f"{type(self).__name__}: values of 8 bits are not rotated; set value_bits to 2, 3 or 4, or leave "
                 "rotate_values out"
             )
+        if self.rotate_values:
+            refuse_unused(self, "rotate_values=True", "group")
 
     def keys(self, dim: int) -> CodeFormat:
         return CodeFormat(self.key_bits, "channel")

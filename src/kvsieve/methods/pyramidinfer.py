@@ -24,7 +24,7 @@ from kvsieve.core.selection import select_top
 from kvsieve.core.softmax import cap, sinks_of, softmax
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
-from kvsieve.methods.base import apply_protection, check_int
+from kvsieve.methods.base import apply_protection, check_int, refuse_unused
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.planning import defaults
 from kvsieve.planning.budget import Budget
@@ -70,6 +70,8 @@ class PyramidInfer(Propagator, heads="all", query_aware=True):
         ):
             if not fine:
                 raise PlanError(f"PyramidInfer: {name} must lie in {range_}, got {getattr(self, name)!r}")
+        if not self.recent:
+            refuse_unused(self, "recent=0", "distance_weight")
         check_int(self, "interval", self.interval, 1)
         check_int(self, "sinks", self.sinks, 0)
         check_int(self, "floor", self.floor, 0)

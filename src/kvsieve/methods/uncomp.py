@@ -38,7 +38,7 @@ from kvsieve.errors import PlanError, short
 from kvsieve.methods.adakv import GroupedSnapKV
 from kvsieve.methods.allocators import HeadAllocator
 from kvsieve.methods.arrays import check_heads, set_numbers
-from kvsieve.methods.base import ScoredEvictor, check_int
+from kvsieve.methods.base import ScoredEvictor, check_int, refuse_unused
 from kvsieve.methods.fastkv import best_offered
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.plans import Plan
@@ -73,6 +73,8 @@ class UNComp(HeadAllocator, heads="own", query_aware=False):
         check_int(self, "groups", self.groups, 1)
         if not 1 <= self.spread < float("inf"):
             raise PlanError(f"UNComp: spread must be at least 1, got {self.spread!r}")
+        if self.groups == 1:
+            refuse_unused(self, "groups=1", "spread")
 
     def check_heads(self, layers: int, heads: int) -> None:
         check_heads(self, "scores", self.heads, layers, heads)
