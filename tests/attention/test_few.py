@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from attend import AttentionTerms, asking, by, dense_attention
-from kvsieve.attention import AttentionRequest, FlatEntries, explain
+from kvsieve.attention import AttentionRequest, DenseEntries, EncodedEntries, FlatEntries, executors, explain
 from kvsieve.attention.reference import reference_attention
-from kvsieve.kernels.cpu import prompt
+from kvsieve.cache import DenseStore, PackedStore
+from kvsieve.kernels.cpu import prompt, token
+from kvsieve.methods import KIVI
 
 # Batch, query heads, KV heads, new tokens, entries, channels of keys and of values.
 SHAPES = [(1, 14, 2, 5, 900, 64, 64), (2, 9, 3, 3, 257, 64, 64), (1, 4, 2, 17, 17, 128, 128), (1, 4, 2, 9, 128, 96, 64)]
@@ -60,3 +62,44 @@ def test_few_tokens_over_the_entries_of_each_head(shape):
     assert (found.float() - wanted).norm() <= 4e-3 * wanted.norm()
     request.stored.padded = True
     assert "C, few tokens: some tokens are padding" in explain(request)
+
+
+def entries_of(kind, keys, values, new):
+    """Entries [B, H, N, D] as a layer stores them, the last `new` of which are of new tokens."""
+    batch, heads, size, dim = keys.shape
+    if kind == "dense":
+        return DenseEntries(keys, values)
+    if kind == "flat":
+        flat = [part.transpose(1, 2).reshape(batch, size * heads, dim) for part in (keys, values)]
+        own = torch.arange(size * heads) % heads == torch.arange(heads)[:, None]
+        bias = torch.zeros(own.shape, dtype=keys.dtype).masked_fill(~own, torch.finfo(keys.dtype).min)
+        return FlatEntries(*flat, bias.expand(batch, -1, -1).contiguous(), used=size * heads)
+    store = DenseStore()
+    store.append(keys[:, :, :-new], values[:, :, :-new], torch.arange(size - new)[None], None)
+    packed = PackedStore.build(store, KIVI(block=32, tail=16))
+    packed.append(keys[:, :, -new:], values[:, :, -new:], torch.arange(size - new, size)[None], None)
+    return EncodedEntries(packed)
+
+
+@pytest.mark.skipif(token.built().reason is not None, reason="kernels are not compiled")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["dense", "flat", "encoded"])
+def test_values_that_are_not_finite_reach_no_earlier_token(kind, dtype):
+    """As those of a draft that is rejected: C kernels give its tokens' values no part in the tokens before them."""
+    draw = torch.Generator().manual_seed(0)
+    keys, plain = (torch.randn(2, 2, 140, 64, generator=draw).to(dtype) for _ in range(2))
+    query = torch.randn(2, 5, 6, 64, generator=draw).to(dtype).transpose(1, 2)
+    found = []
+    for number in (None, float("nan"), float("inf")):
+        values = plain.clone()
+        if number is not None:
+            values[:, :, -2:, ::3] = number
+        request = AttentionRequest(asking(query, 0.2), entries_of(kind, keys, values, 5))
+        rows = [row for row in executors(request) if row.name.startswith("C") and row.why_not(request) is None]
+        found.append({row.name: row.run(request) for row in rows})
+    assert found[0]
+    for name, wanted in found[0].items():
+        for outs in found[1:]:
+            assert torch.equal(outs[name][:, :, :3], wanted[:, :, :3]), name
+            assert torch.equal(outs[name][..., 1::3], wanted[..., 1::3]), name
+            assert not outs[name][:, :, -1, ::3].isfinite().any(), name

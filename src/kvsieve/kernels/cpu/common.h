@@ -64,6 +64,24 @@ INLINE uint16_t to_half(float x) {
     return (uint16_t)((u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16);
 }
 
+INLINE int is_finite(const float *x, int64_t n) {
+    int is = 1;
+    for (int64_t i = 0; i < n; i++) is &= isfinite(x[i]) != 0;
+    return is;
+}
+
+// Add a value's numbers that are not finite to the sums of queries with a weight for it, and set them to 0, because a
+// weight of 0 does not hide them. Query q: weights[q * apart], sums[q * step + j * along].
+__attribute__((unused)) static void show(float *value, int64_t dim, const float *weights, int64_t apart, float *sums,
+                                         int64_t step, int64_t along, int64_t queries) {
+    for (int64_t j = 0; j < dim; j++) {
+        if (isfinite(value[j])) continue;
+        for (int64_t q = 0; q < queries; q++)
+            if (weights[q * apart] != 0) sums[q * step + j * along] += weights[q * apart] * value[j];
+        value[j] = 0;
+    }
+}
+
 // Indices of the `count` largest of n numbers >= 0, of equal ones those that come first; in no order.
 __attribute__((unused)) static void largest(const float *x, int64_t n, int64_t count, int32_t *found, int32_t *spare) {
     // Such numbers are ordered as their bits are: digit by digit, those with the digits that decide are looked at.

@@ -476,6 +476,9 @@ static void exact_entries(const Job *job, const Exact *exact, int64_t row, int64
     for (int at = 0; at < fill; at += FEW) {
         int n = fill - at < FEW ? fill - at : FEW;
         numbers(exact->values, row * exact->value_row + (start + at) * wide, exact->kind, n * wide, my->x);
+        for (int t = n - 1; t >= 0 && start + at + t >= exact->size - exact->fresh; t--)
+            if (!is_finite(my->x + t * wide, wide))
+                show(my->x + t * wide, wide, my->logits + at + t, my->step, my->acc, wide, 1, groups);
         of_values->add(my->logits + at, my->step, my->x, n, wide, groups, my->acc);
     }
 }

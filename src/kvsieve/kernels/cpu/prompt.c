@@ -267,6 +267,20 @@ static void tile_of(const Job *job, const uint16_t *keys, const uint16_t *values
     }
 }
 
+// Add values of new tokens, the first at place `first` of the tile, that are not finite to the sums of the rows that see
+// them, and set them to 0, because a power of 0 does not hide them.
+static void show_new(const Job *job, int64_t first, int64_t groups, Scratch *my) {
+    uint16_t *values = (uint16_t *)(my->tile + TILE * job->dim / 2);
+    for (int64_t p = first > 0 ? first : 0; p < TILE && p - first < job->fresh; p++)
+        for (int64_t j = 0; j < job->wide; j++) {
+            uint16_t *x = values + (p / 2 * job->wide + j) * 2 + p % 2;
+            if ((*x & 0x7f80) != 0x7f80) continue;
+            for (int64_t r = (p - first) * groups; r < job->fresh * groups; r++)
+                my->sums[r * job->wide + j] += of_half(*x);
+            *x = 0;
+        }
+}
+
 // All queries of a KV head, few of each head: row r is that of token r / groups. The last entries are the tokens' own.
 static void few_of_head(const Job *job, int64_t row, Scratch *my) {
     int64_t b = row / job->heads, h = row % job->heads, groups = job->query_heads / job->heads, half = job->dim / 2;
@@ -277,6 +291,7 @@ static void few_of_head(const Job *job, int64_t row, Scratch *my) {
     for (int64_t r = 0; r < whole; r++) take_query(job, b, h * groups + r % groups, r / groups, r, my);
     for (int64_t at = 0; at < length; at += TILE) {
         tile_of(job, keys, values, at, length, my);
+        show_new(job, length - job->fresh - at, groups, my);
         Tile tile = {my->tile, my->tile + TILE * half, TILE, 0, length - job->fresh - at, groups};
         meet_sized(job, &tile, whole, my);
     }

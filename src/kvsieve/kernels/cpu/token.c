@@ -209,7 +209,13 @@ static __attribute__((noinline)) void together(const Token *job, int64_t b, int6
         for (int i = 0; job->weights && i < n; i++)
             for (int64_t r = 0; r < wide; r++) s[i * wide + r] += job->weights[start + found[i]];
         weigh_all(s, found, n, ends, found[n - 1] >= least, wide, most, sum, acc, dim);
-        all_sums(entries_at(job->values, start, found, n, dim, (int)job->half, x), 1, dim, dim, s, n, acc, wide, 1);
+        const float *values = entries_at(job->values, start, found, n, dim, (int)job->half, x);
+        for (int i = n - 1; i >= 0 && found[i] >= least; i--) {
+            if (is_finite(values + i * dim, dim)) continue;
+            if (values != x) values = memcpy(x, values, n * dim * sizeof(float));
+            show(x + i * dim, dim, s + i * wide, 1, acc, 1, wide, wide);
+        }
+        all_sums(values, 1, dim, dim, s, n, acc, wide, 1);
     }
     for (int64_t r = 0; r < some; r++) {
         // Padding may see nothing.
