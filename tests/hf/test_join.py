@@ -290,7 +290,7 @@ def test_bad_options_are_refused(model, options, error, message):
     [
         ("h2o", {"budget": 40}, "H2O, it has counted attention"),
         ("fastkv", {"budget": 40, "tsp_layer": 1}, "drops tokens between layers"),
-        ("gemfilter", {"budget": 40}, "shorter"),
+        ("gemfilter", {"budget": 40}, "shorter prompt in their place; generate on one prompt"),
         ("lagkv", {"budget": "50%", "lag": 4, "sinks": 9}, "give it sinks=10"),
     ],
 )

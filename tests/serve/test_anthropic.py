@@ -239,6 +239,10 @@ BAD = {
     "a server's tool": ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305'"),
     "no schema of a tool": ({"tools": [{"name": "add"}]}, "tools.0.input_schema: "),
     "a tool without its name": ({"tools": [ADD], "tool_choice": {"type": "tool"}}, "tool_choice: "),
+    "a name beside another choice": (
+        {"tools": [ADD], "tool_choice": {"type": "auto", "name": "add"}},
+        "tool_choice: the type tool has a name",
+    ),
     "servers of tools": ({"mcp_servers": [{"type": "url", "url": "x", "name": "y"}]}, "mcp_servers: "),
     "an edit": (
         {"context_management": {"edits": [{"type": "clear_tool_uses_20250919", "trigger": {}}]}},

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import httpx
 import pytest
 import torch
 
 import kvsieve
 from kvsieve.hf.attach import attached
+from kvsieve.hf.join.documents import JoinReader
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.turns import render, token_ids
 from kvsieve.serve.limits import ServerLimits
@@ -142,12 +145,18 @@ REFUSED = {
     "an unknown join": (CHAT, {"documents": ["w1"], "join": "lnk"}, "link"),
     "a join's unknown parameter": (CHAT, {"documents": ["w1"], "join": "link:token=3"}, "tokens"),
     "a session": (CHAT, {"documents": ["w1"], "session": "s"}, "kv.session"),
+    "an edit": (CHAT, {"documents": ["w1"], "edits": True}, "kv.edits"),
     "protected messages": (CHAT, {"documents": ["w1"], "protect": [0]}, "kv.protect"),
     "no user": ({"messages": [ANSWERED]}, {"documents": ["w1"]}, "the user's"),
     "a method": (
         CHAT,
         {"documents": [words(1), words(2)], "method": "gemfilter"},
-        "kv.documents: they cannot be joined",
+        "keeps a shorter prompt in their place; send them in the message, or",
+    ),
+    "a method that shortens the prompt": (
+        CHAT,
+        {"documents": ["w1"], "join": "full", "method": "gemfilter"},
+        "keeps a shorter prompt in their place; send them in the message, or",
     ),
 }
 
@@ -160,9 +169,69 @@ def test_documents_that_cannot_be_joined_are_refused(url, case):
         assert reply.status_code == 400 and message in reply.json()["error"]["message"], reply.text
 
 
-def test_completions_have_no_documents(url):
-    reply = post(url, "completions", {"prompt": "w1", "kv": {"documents": ["w1"]}})
-    assert reply.status_code == 400 and "kv.documents" in reply.json()["error"]["message"]
+BODIES = {
+    "chat/completions": CHAT,
+    "responses": {"input": "w1", "max_output_tokens": 2},
+    "messages": CHAT,
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_sessions_have_no_documents_in_any_protocol(url, path):
+    reply = post(url, path, {**BODIES[path], "kv": {"documents": ["w1"], "session": "s"}})
+    assert reply.status_code == 400 and "without kv.session" in reply.json()["error"]["message"]
+
+
+def test_a_response_says_that_the_documents_before_it_are_not_stored(url):
+    kv = {"documents": [words(81), words(82)]}
+    body = {"input": QUESTION, "max_output_tokens": 2}
+    first = post(url, "responses", {**body, "kv": kv}).json()["id"]
+    found = [
+        post(url, "responses", {**body, "previous_response_id": first, **more}).json()["usage"]["kv"]["notes"]
+        for more in ({"kv": kv}, {})
+    ]
+    assert found == [[], ["the previous response had kv.documents, which are not stored: this prompt is without them"]]
+
+
+@pytest.mark.parametrize("plan", [{}, {"method": "snapkv:window=4:paper=True", "budget": 24}], ids=["full", "snapkv"])
+def test_progress_never_goes_back(url, plan):
+    """Of documents that are prefilled, and of the same ones that are found."""
+    kv = {"documents": [words(91), words(92)], **plan}
+    for _ in range(2):
+        reply = post(url, "chat/completions", {**CHAT, "kv": kv, "stream": True, "return_progress": True})
+        chunks = [json.loads(line.removeprefix("data: ")) for line in reply.text.splitlines() if "_progress" in line]
+        reports = [chunk["prompt_progress"] for chunk in chunks]
+        done = [report["processed"] for report in reports]
+        assert len(done) > 2 and done == sorted(done)
+        assert all(report["cache"] <= report["processed"] for report in reports)
+
+
+@pytest.mark.parametrize("join", ["link:tokens=4", "full"])
+def test_memory_is_reserved_for_all_caches_of_a_join(monkeypatch, join):
+    sizes = []
+    prefill = JoinReader.prefill
+
+    def noted(self, ids, done):
+        cache, found = prefill(self, ids, done)
+        sizes.append(cache.num_seen)
+        return cache, found
+
+    monkeypatch.setattr(JoinReader, "prefill", noted)
+    texts = (prompt(1, 20), prompt(2, 30), prompt(1, 20))
+    documents = PromptDocuments(prompt(3, 40), texts, join)
+    with attached(build("llama"), Plan(), "eager", any_plan=True) as sieve:
+        joined = sieve.join(texts, documents.before, kind=join, chunk=CHUNK)
+    # The only cache of documents in order is the prompt's.
+    assert documents.copied == (0 if join == "full" else sum(sizes)) and joined.cache.num_seen == documents.end
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kv", "param"),
+    [("w1", {"documents": ["w1"]}, "kv.documents"), (["w1", "w2"], {"session": "s"}, "kv.session")],
+)
+def test_completions_have_no_documents_and_a_session_has_one_prompt(url, prompt, kv, param):
+    reply = post(url, "completions", {"prompt": prompt, "kv": kv})
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == param
 
 
 def test_control_tokens_in_documents_are_text(url):

@@ -19,7 +19,7 @@ from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.prefixes import ServerPrefixes
 from kvsieve.serve.run import ServerOptions, application
 from kvsieve.serve.scheduler import Scheduler
-from kvsieve.serve.ticket import Order
+from kvsieve.serve.ticket import Order, PromptImages
 from kvsieve.store import PrefixStore
 from orders import TIMEOUT, Heard, ask, prompt
 from served_apps import listening
@@ -170,6 +170,26 @@ def test_an_edit_that_is_refused_says_why(scheduler, sieve, lone):
         assert found == answered(own, changed(first), None)
 
 
+def test_a_session_of_another_plan_is_not_edited_and_says_why(scheduler, sieve):
+    one = scheduler()
+    one.start()
+    first = ask(one, FIRST, plan_of("full", sieve.model), TOKENS, **SESSION)[0].ids()
+    plan = plan_of("snapkv", sieve.model).for_model(sieve.model)
+    _, summary = heard_all(ask(one, changed(first), plan, TOKENS, **SESSION)[0])
+    (note,) = [note for note in summary.stats.notes if "not edited" in note]
+    assert note.endswith("the store has not all of it, or another plan's") and summary.stats.edited is None
+
+
+def test_an_edit_of_images_says_why_there_is_none(scheduler, sieve):
+    one = scheduler()
+    one.start()
+    plan = plan_of("full", sieve.model)
+    first = ask(one, FIRST, plan, TOKENS, **SESSION)[0].ids()
+    ids = changed(first)
+    order = Order(ids, plan, TOKENS, images=PromptImages({}, ids, len(ids), b""), **SESSION)
+    assert one.prefixes.edit(sieve, order, CHUNK, 0, None).why_not == "edits take text alone, and it has images"
+
+
 def test_an_edit_takes_no_more_memory_than_there_is(scheduler, sieve):
     plan, one = plan_of("full", sieve.model), scheduler()
     needed = max(one._work.needs(Order(ids, plan, TOKENS)) for ids in (FIRST, changed([0] * TOKENS)))
@@ -310,6 +330,22 @@ def test_every_protocol_edits_sessions(url, protocol):
     assert 0.4 < edited["share"] < 0.7 and edited["rules"] == [RULE]
     declined = PROTOCOLS[protocol](url, protocol.replace(" ", "-") + "-plain", {"edits": False})["kv"]
     assert "edited" not in declined
+
+
+WORD = {"messages": [{"role": "user", "content": "w1"}], "max_tokens": 2}
+ALONE = {
+    "a chat": ("chat/completions", WORD),
+    "a completion": ("completions", {"prompt": "w1"}),
+    "a message": ("messages", WORD),
+    "a response that is not stored": ("responses", {"input": "w1", "store": False}),
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_edits_of_no_conversation_are_refused(url, case):
+    path, body = ALONE[case]
+    reply = post(url, path, {**body, "kv": {"edits": True}})
+    assert reply.status_code == 400 and "kv.edits: a request without kv.session" in reply.json()["error"]["message"]
 
 
 def test_operators_allow_edits(url):

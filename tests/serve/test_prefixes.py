@@ -53,6 +53,18 @@ def test_a_request_that_the_store_cannot_serve_says_so(scheduler, sieve):
     assert notes(scheduler, snapkv) == []
 
 
+def test_a_session_of_a_server_without_a_store_says_so(sieve):
+    one = Scheduler(sieve, word_tokenizer(), ServerLimits(chunk=CHUNK))
+    one.start()
+    plan = plan_of("full", sieve.model)
+    found = [notes(one, plan), notes(one, plan, session="s")]
+    one.close()
+    assert found == [
+        [],
+        ["the prefix store was left out: this server has none, so kv.session has no effect"],
+    ]
+
+
 @pytest.mark.parametrize(("name", "tokens"), [("full", 67), ("snapkv", 48)])
 def test_what_serves_no_new_prompt_is_stored_for_sessions_only(scheduler, sieve, name, tokens):
     plan = plan_of(name, sieve.model).for_model(sieve.model)

@@ -10,7 +10,12 @@ import httpx
 import openai
 import pytest
 
+from kvsieve.serve.anthropic.schema import MessagesRequest
+from kvsieve.serve.anthropic.translate import chat_request as of_messages
+from kvsieve.serve.responses.schema import ResponsesRequest
+from kvsieve.serve.responses.translate import chat_request as of_response
 from kvsieve.serve.run import ServerOptions, application
+from kvsieve.serve.schema import ChatRequest
 from served_apps import listening
 from toy_tools import RESULT, scripted, tools_tokenizer
 
@@ -155,6 +160,26 @@ def test_a_span_outside_of_the_prompt_is_refused_before_a_stream_begins(url, spa
     body = {"model": "scripted", "prompt": QUESTION, "kv": {"protect": [span]}, "stream": stream}
     reply = httpx.post(f"{url}/completions", json=body, timeout=60)
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "kv.protect"
+
+
+def many_calls(protocol, count):
+    """The chat of a turn with this many calls, as every protocol writes it."""
+    function = {"name": "add", "arguments": "{}"}
+    if protocol == "messages":
+        used = [{"type": "tool_use", "id": f"c{each}", "name": "add", "input": {}} for each in range(count)]
+        turns = [*SAID, {"role": "assistant", "content": used}, *SAID]
+        return of_messages(MessagesRequest(model="scripted", messages=turns, max_tokens=3), 64)
+    if protocol == "responses":
+        called = [{"type": "function_call", "call_id": f"c{each}", **function} for each in range(count)]
+        return of_response(ResponsesRequest(model="scripted", input=[*SAID, *called, *SAID]))
+    calls = [{"id": f"c{each}", "type": "function", "function": function} for each in range(count)]
+    turns = [*SAID, {"role": "assistant", "tool_calls": calls}, *SAID]
+    return ChatRequest(model="scripted", messages=turns)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_turn_may_have_many_calls(protocol):
+    assert len(many_calls(protocol, 101).messages[1].tool_calls) == 101
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,10 @@ import openai
 import pytest
 
 import call_templates as templates
+from kvsieve.serve.anthropic.schema import MessagesRequest
+from kvsieve.serve.anthropic.translate import chat_request as of_messages
+from kvsieve.serve.responses.schema import ResponsesRequest
+from kvsieve.serve.responses.translate import chat_request as of_response
 from kvsieve.serve.run import ServerOptions, application
 from kvsieve.serve.schema import ChatRequest
 from served_apps import listening
@@ -24,7 +28,8 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}> {% if m.reasoning_content %}[THINK] {{ m.reasoning_content }} [/THINK] "
     "{% endif %}{{ m.content }} {% for c in m.tool_calls or [] %}[TOOL_CALLS] {{ c.function.name }} [ARGS] "
     "{{ c.function.arguments | tojson }} {% endfor %}[EOS] {% endfor %}{% if reasoning_effort %}w20 "
-    "{{ reasoning_effort }} {% endif %}{% if words %}{{ words | join(' ') }} {% endif %}{% if add_generation_prompt %}"
+    "{{ reasoning_effort }} {% endif %}{% if enable_thinking is false and thinking is false %}w21 {% endif %}"
+    "{% if words %}{{ words | join(' ') }} {% endif %}{% if add_generation_prompt %}"
     "{{ '" + RESULT + "' if messages[-1].role == 'tool' else '" + TURN + "' }} {% endif %}"
 )
 
@@ -116,6 +121,38 @@ def test_variables_of_the_template(service):
     for wrong in ({"a b": 1}, {f"v{number}": 1 for number in range(33)}, []):
         with pytest.raises(openai.BadRequestError, match="chat_template_kwargs"):
             ask(service, extra_body={"chat_template_kwargs": wrong})
+
+
+def by_chat(**more):
+    return ChatRequest(model="scripted", messages=[QUESTION], **more)
+
+
+def by_responses(effort):
+    return of_response(ResponsesRequest(model="scripted", input="w1 w2 w3", reasoning={"effort": effort}))
+
+
+def by_messages(kind):
+    body = {"model": "scripted", "messages": [QUESTION], "max_tokens": 2, "thinking": {"type": kind}}
+    return of_messages(MessagesRequest(**body), 64)
+
+
+# Requests that turn reasoning off, and requests that do not.
+OFF = {
+    "chat": (by_chat(reasoning_effort="none"), by_chat(reasoning_effort="low")),
+    "responses": (by_responses("none"), by_responses("low")),
+    "messages": (by_messages("disabled"), by_messages("enabled")),
+    "variables": (
+        by_chat(chat_template_kwargs={"enable_thinking": False, "thinking": False}),
+        by_chat(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}),
+    ),
+}
+
+
+@pytest.mark.parametrize("protocol", OFF)
+def test_every_protocol_turns_reasoning_off(service, protocol):
+    preparer = service[0].preparer
+    texts = [preparer.text(preparer.chat(request, "").ids) for request in OFF[protocol]]
+    assert ["w21" in text for text in texts] == [True, False]
 
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Köln"]}, "hot": {"type": "boolean"}}}

@@ -217,6 +217,7 @@ def test_log_probabilities_come_with_the_text(client, url):
 BAD = {
     "no input": ({"input": None}, "input", "at least one"),
     "no items": ({"input": []}, "input", "at least one"),
+    "empty reasoning": ({"input": [{"type": "reasoning", "summary": []}]}, "input", "at least one"),
     "an input of no kind": ({"input": 5}, "input", "Input should be a valid array, got 5"),
     "an unknown member": ({"best": 3}, "best", "knows no such parameter"),
     "an unknown member of an item": ({"input": [{"role": "user", "content": "w1", "x": 1}]}, "input.0.x", "no such"),

@@ -19,7 +19,7 @@ from kvsieve.serve.plan_sieves import PlanSieves, plan_key
 from kvsieve.serve.prefixes import Prefixes
 from kvsieve.serve.run import ServerOptions, application
 from kvsieve.serve.scheduler import Scheduler
-from kvsieve.serve.ticket import ClosingError, StoppedError, Summary
+from kvsieve.serve.ticket import ClosingError, PromptDocuments, StoppedError, Summary
 from orders import ask, prompt
 from served_apps import listening
 from small import plan_of
@@ -60,14 +60,15 @@ class FailingStore(Prefixes):
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory"), KeyError("x")], ids=repr)
-@pytest.mark.parametrize("doing", ["find", "at_border", "add", "add_answer"])
+@pytest.mark.parametrize("doing", ["find", "at_border", "add", "add_answer", "join"])
 def test_an_error_of_the_store_costs_no_answer(scheduler, sieve, doing, error):
     plan, ids = plan_of("snapkv", sieve.model), prompt(1, 3 * CHUNK)
+    documents = PromptDocuments(ids[:9], (ids[9:30], ids[30:60]), "link:tokens=4") if doing == "join" else None
     right, one = scheduler(), scheduler(FailingStore(doing, error))
     right.start()
     one.start()
-    wanted = ask(right, ids, plan)[0].ids()
-    assert [ask(one, ids, plan)[0].ids() for _ in range(2)] == [wanted, wanted]
+    wanted = ask(right, ids, plan, documents=documents)[0].ids()
+    assert [ask(one, ids, plan, documents=documents)[0].ids() for _ in range(2)] == [wanted, wanted]
     assert one.counts["store_failed"] >= 2 and one.counts["answered"] == 2 and one.alive
 
 

@@ -38,7 +38,8 @@ def checked_documents(kv: KVOptions | None, most: int, has_images: bool) -> list
     for number, text in enumerate(kv.documents):
         if not text.strip():
             raise InputError(f"kv.documents: number {number} is blank; leave it out")
-    others = {"kv.session": kv.session, "kv.protect": kv.protect, "kv.question": kv.question or None}
+    others: dict[str, object] = {"kv.session": kv.session, "kv.protect": kv.protect}
+    others |= {"kv.question": kv.question or None, "kv.edits": kv.edits or None}
     named = [name for name, value in others.items() if value is not None] + ["images"] * has_images
     if named:
         raise InputError(f"kv.documents: documents are joined without {named[0]}; leave one of them out")
@@ -99,11 +100,13 @@ def split_prompt(
 
 def check_joined(sieve: Sieve, documents: PromptDocuments | None) -> None:
     """Raise InputError for documents that cannot be joined under a plan."""
-    if documents is None or documents.join == "full":
+    shortens = sieve.plan.shortens_prompt
+    if documents is None or (documents.join == "full" and not shortens):
         return
     reason = why_not_joined(sieve, join_of(documents.join), len(documents.before))
     if reason is not None:
-        raise InputError(f"kv.documents: they cannot be joined: {reason}; take kv.join 'full', or another method")
+        way_out = "send them in the message" if shortens else "take kv.join 'full'"
+        raise InputError(f"kv.documents: they cannot be joined: {reason}; {way_out}, or take another method")
 
 
 def _join(kv: KVOptions) -> str:

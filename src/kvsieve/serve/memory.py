@@ -39,7 +39,7 @@ class KVBytes:
     def of_request(self, prompt: int, answer: int, answers: int = 1, documents: int = 0) -> int:
         """Return the most bytes that a request takes: its whole prompt until the plan has acted, answers and room.
 
-        prompt, answer: tokens. documents: tokens of joined ones, with entries that are copied to their places.
+        prompt, answer: tokens. documents: tokens of their own caches, with entries that are copied to their places.
         """
         room = max(MIN_ROOM, prompt // 8)
         copied = self.of(documents) if documents else 0

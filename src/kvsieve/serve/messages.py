@@ -13,6 +13,8 @@ from kvsieve.planning.forms import ParsedArguments
 from kvsieve.serve.images import ImageFile, image_file
 from kvsieve.serve.schema import ChatMessage, ChatRequest, ContentPart, NamedTool, Tool, ToolCall
 
+# Variables by which chat templates turn reasoning on and off.
+REASONS = ("enable_thinking", "thinking")
 _KINDS = {"image": "images", "audio": "audio parts", "video": "videos", "file": "files"}
 
 
@@ -80,8 +82,10 @@ def template_options(request: ChatRequest, tokenizer: Any) -> dict[str, Any]:
     taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
     if names := sorted(taken.intersection(own)):
         raise InputError(f"chat_template_kwargs: the server sets {names[0]!r} itself; leave it out")
-    effort = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
-    return {**effort, **own}
+    effort = request.reasoning_effort
+    reasons = dict.fromkeys(REASONS, False) if effort == "none" else {}
+    named = {} if effort is None else {"reasoning_effort": effort}
+    return {**reasons, **named, **own}
 
 
 def forced_tools(request: ChatRequest, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:

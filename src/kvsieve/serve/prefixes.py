@@ -32,7 +32,7 @@ class Prefixes:
 
     def why_not(self, sieve: Sieve, order: Order) -> str | None:
         """Return why the cache is left out of a request, one clause, or None."""
-        return None
+        return None if order.session is None else "this server has none, so kv.session has no effect"
 
     def find(self, sieve: Sieve, order: Order, chunk: int) -> FoundPrompt | None:
         """Return the longest stored prefix of the prompt, or None. chunk: tokens per pass of its prefill."""
@@ -109,7 +109,7 @@ class ServerPrefixes(Prefixes):
         return self._of(order).find(sieve, order.known_ids, chunk)
 
     def edit(self, sieve: Sieve, order: Order, chunk: int, exact: int, known: SessionEdit | None) -> SessionEdit | None:
-        if not order.edits or order.images is not None or not self._serves(sieve, order):
+        if not order.edits or not self._serves(sieve, order):
             return None
         ids = self._latest.get(_conversation(order))
         if ids is None and order.session is not None:
@@ -123,8 +123,9 @@ class ServerPrefixes(Prefixes):
         if known is None or known.known is not ids:
             alone = order.session is None and acts_at_end(sieve.plan)
             reason = f"{sieve.plan.name} leaves no conversation without kv.session" if alone else None
+            reason = reason if order.images is None else "edits take text alone, and it has images"
             find = functools.partial(self._of(order).find, sieve, ids.tolist(), chunk, 0)
-            known = edit_between(ids, order.ids, find, reason)
+            known = edit_between(ids, order.known_ids, find, reason)
         return known if is_worthwhile(known, exact) else None
 
     def join(self, sieve: Sieve, order: Order, chunk: int, progress: Progress) -> Joined:
@@ -207,12 +208,11 @@ def _joined(
     documents = order.documents
     assert documents is not None
     before = documents.before or None
-    end = len(documents.before) + sum(map(len, documents.texts))
     return sieve.join(
         documents.texts,
         before,
         kind=documents.join,
-        question=order.ids[end:],
+        question=order.ids[documents.end :],
         store=store,
         owner=owner,
         chunk=chunk,

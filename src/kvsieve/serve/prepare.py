@@ -195,6 +195,8 @@ class Preparer:
         prompts: list[Any] = list(prompt) if several and prompt else [prompt]
         if len(prompts) > self.limits.answers:
             raise InputError(f"prompt: at most {self.limits.answers} prompts are taken at once, got {len(prompts)}")
+        if len(prompts) > 1 and request.kv is not None and request.kv.session is not None:
+            raise InputError("kv.session: several prompts are not one conversation; send one, or leave the session out")
         grammar = self.grammars.of(request)
         orders = []
         for one_prompt in prompts:

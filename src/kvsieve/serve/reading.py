@@ -178,7 +178,7 @@ class PromptReader:
         """Continue from an edited conversation; return False, and note the reason, if it cannot be edited."""
         base = edit.find()
         if base is None or base.cache.num_seen < len(edit.known):
-            self.notes.append("the session was not edited: the store no longer has all of it")
+            self.notes.append("the session was not edited: the store has not all of it, or another plan's")
             return False
         self.cached = self.done = edit.reused
         try:
@@ -196,10 +196,13 @@ class PromptReader:
 
     def _join(self) -> None:
         """Join the documents that the prompt begins with."""
-        joined = self.joined = self._calls.join(self._pause_before)
+        documents = self.ticket.order.documents
+        assert documents is not None
+        least = max(documents.end - self.sieve.plan.queries(documents.end), 0)
+        joined = self.joined = self._calls.join(lambda done, total: self._pause_before(done * least // total, total))
         self.cache = joined.cache
-        self.cached = joined.found
         self.done = self.cache.num_seen
+        self.cached = min(joined.found, self.done)
 
     def _pause_before(self, done: int, total: int) -> None:
         """Pause between two passes of an edit or a join."""

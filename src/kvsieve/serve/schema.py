@@ -177,7 +177,7 @@ class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     name: Annotated[str, Field(max_length=200)] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=100, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: Annotated[str, Field(max_length=200)] | None = None
     refusal: Text | None = None
     reasoning_content: Text | None = None
@@ -246,7 +246,8 @@ class ChatRequest(CommonRequest):
     Attributes:
         return_progress: stream the progress of the prefill in `prompt_progress`, as llama.cpp's server does.
         chat_template_kwargs: variables of the chat template, such as enable_thinking, as vLLM's server has them.
-        reasoning_effort: passed to the chat template, where it has an effect if the template uses it.
+        reasoning_effort: passed to the chat template, where it has an effect if the template uses it; "none" also sets
+            enable_thinking and thinking to false.
     """
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]

@@ -121,9 +121,14 @@ class PromptDocuments:
     join: str
 
     @property
-    def size(self) -> int:
-        """Tokens of all documents."""
-        return sum(map(len, self.texts))
+    def end(self) -> int:
+        """Tokens of the prompt up to the end of the last document."""
+        return len(self.before) + sum(map(len, self.texts))
+
+    @property
+    def copied(self) -> int:
+        """Tokens of the caches that documents are prefilled in, each after those before the first one."""
+        return 0 if self.join == "full" else sum(len(self.before) + len(text) for text in set(self.texts))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from typing import Any
 from kvsieve.decoding.loop import Rows, step
 from kvsieve.errors import KvsieveError
 from kvsieve.hf.forward.pieces import rows_are_alone
+from kvsieve.hf.join.join import Joined
+from kvsieve.hf.prompt.options import Progress
 from kvsieve.hf.reuse import FoundPrompt
 from kvsieve.hf.sieve import Sieve
 from kvsieve.serve.edits import SessionEdit
@@ -73,7 +75,7 @@ class Workload:
 
     def needs(self, order: Order) -> int:
         """Return the most bytes that a request takes."""
-        documents = 0 if order.documents is None else order.documents.size
+        documents = 0 if order.documents is None else order.documents.copied
         return self.bytes.of_request(len(order.ids), order.max_tokens, order.answers, documents)
 
     def has_room(self, order: Order) -> bool:
@@ -92,7 +94,7 @@ class Workload:
             calls = ReadingCalls(
                 find=functools.partial(self._found, sieve, order),
                 edit=self._edit,
-                join=functools.partial(self.prefixes.join, sieve, order, self.limits.chunk),
+                join=functools.partial(self._join, sieve, order),
                 border=self._at_border,
                 joins=self._joins,
             )
@@ -261,6 +263,13 @@ class Workload:
         except Exception as error:
             self._not_stored(error)
             return None
+
+    def _join(self, sieve: Sieve, order: Order, progress: Progress) -> Joined:
+        try:
+            return self.prefixes.join(sieve, order, self.limits.chunk, progress)
+        except Exception as error:
+            self._not_stored(error)
+            return Prefixes().join(sieve, order, self.limits.chunk, progress)
 
     def _covered(self, reading: PromptReader) -> int:
         """Return the number of a prompt's tokens that need no prefill, and choose the edit that it begins with."""

@@ -129,7 +129,8 @@ class Joining:
             return self._in_order(first)
         reason = why_not_joined(self.sieve, self.kind, self.texts.start)
         if reason is not None:
-            raise UnsupportedOptionError(f"documents cannot be joined: {reason}; take the join 'full', or another plan")
+            way_out = "generate on one prompt" if self.sieve.plan.shortens_prompt else "take the join 'full'"
+            raise UnsupportedOptionError(f"documents cannot be joined: {reason}; {way_out}, or take another plan")
         return self._in_places()
 
     def _in_order(self, first: int) -> Joined:

@@ -17,14 +17,14 @@ from kvsieve.serve.anthropic.schema import (
     Source,
 )
 from kvsieve.serve.failures import Failure, renamed
+from kvsieve.serve.messages import REASONS
 from kvsieve.serve.schema import ChatRequest
 
 # Of tool calls; the rest of an id is the chat template's.
 ID_PREFIX = "toolu_"
 # Begin of a block before the system prompt that some agents change with each request, so that no prefix is found.
 _BILLING = "x-anthropic-billing-header:"
-# Values of the variables by which chat templates turn reasoning on and off.
-_REASONS = {"enabled": True, "disabled": False}
+_THINKING = {"enabled": True, "disabled": False}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Kinds of blocks in the messages of each role.
 _TAKEN = {
@@ -72,9 +72,8 @@ def chat_request(body: CountTokensRequest, most: int) -> ChatRequest:
 def _reasoning(body: CountTokensRequest) -> dict[str, Any]:
     """Return the members of a chat request by which templates turn reasoning on and off, and say how much of it."""
     members: dict[str, Any] = {}
-    if body.thinking is not None and body.thinking.type in _REASONS:
-        reasons = _REASONS[body.thinking.type]
-        members["chat_template_kwargs"] = {"enable_thinking": reasons, "thinking": reasons}
+    if body.thinking is not None and body.thinking.type in _THINKING:
+        members["chat_template_kwargs"] = dict.fromkeys(REASONS, _THINKING[body.thinking.type])
     if body.output_config is not None and body.output_config.effort is not None:
         effort = body.output_config.effort
         members["reasoning_effort"] = "xhigh" if effort == "max" else effort
@@ -199,8 +198,8 @@ def _tool(tool: MessageTool) -> dict[str, Any]:
 
 
 def _choice(choice: MessageToolChoice) -> Any:
+    if (choice.name is None) == (choice.type == "tool"):
+        raise InputError(f"tool_choice: the type tool has a name, others have none; got {choice.type} {choice.name!r}")
     if choice.type != "tool":
         return _CHOICES[choice.type]
-    if choice.name is None:
-        raise InputError("tool_choice: one of type tool has the name of the tool; add it, or send the type any")
     return {"type": "function", "function": {"name": choice.name}}

@@ -20,12 +20,14 @@ class KeptResponse:
         inputs: items of its request.
         conversation: all items up to its end, its output included.
         chain: name of the responses that continue each other, this one included.
+        documents: its prompt had documents, which are not stored.
     """
 
     reply: bytes
     inputs: tuple[bytes, ...]
     conversation: tuple[bytes, ...]
     chain: str = ""
+    documents: bool = False
 
 
 def size_of(texts: Collection[bytes]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 from uuid import uuid4
 
@@ -29,6 +29,7 @@ from kvsieve.serve.ticket import Order
 ResponsesBody = Annotated[ResponsesRequest, Depends(parsed_body(ResponsesRequest))]
 # Levels of a response above the likelihoods of a token.
 _TOKENS = 6
+_NO_DOCUMENTS = "the previous response had kv.documents, which are not stored: this prompt is without them"
 _REASONS = "it is unknown, deleted, expired, or was not stored"
 
 
@@ -115,7 +116,8 @@ class _Endpoints:
     def _prepared(self, body: ResponsesRequest, owner: str) -> _PreparedResponse:
         before = self._before(body, owner)
         earlier = () if before is None else before.conversation
-        chain = uuid4().hex if before is None else before.chain
+        begun = None if body.store is False else uuid4().hex
+        chain = begun if before is None else before.chain
         inputs = tuple(json_text(listed(item)).encode() for item in body.input or ())
         if body.store is not False and size_of((*earlier, *inputs)) > self._kept.largest:
             message = f"the conversation takes more than {self._kept.largest} bytes, the most that is stored of one"
@@ -123,6 +125,8 @@ class _Endpoints:
         try:
             chat = chat_request(body, [InputItem.model_validate_json(item) for item in earlier])
             order = self._preparer.chat(chat, owner, chain)
+            if before is not None and before.documents and order.documents is None:
+                order = replace(order, notes=(*order.notes, _NO_DOCUMENTS))
         except (InputError, UnsupportedOptionError, Failure) as error:
             raise renamed(error, NAMES) from None
         return _PreparedResponse(order, earlier, inputs)
@@ -151,7 +155,8 @@ def _failed(run: ResponseRun, failure: Failure) -> str:
 def _kept_response(turn: _PreparedResponse, reply: JsonObject) -> KeptResponse:
     outputs = tuple(json_text(_without_logprobs(item)).encode() for item in reply["output"])
     conversation = (*turn.earlier, *turn.inputs, *outputs)
-    return KeptResponse(json_text(reply).encode(), turn.inputs, conversation, turn.order.chain or "")
+    documents = turn.order.documents is not None
+    return KeptResponse(json_text(reply).encode(), turn.inputs, conversation, turn.order.chain or "", documents)
 
 
 def _without_logprobs(item: JsonObject) -> JsonObject:

@@ -56,14 +56,15 @@ def chat_request(body: ResponsesRequest, earlier: Sequence[InputItem] = ()) -> C
         conversation.add("previous_response_id", item)
     for number, item in enumerate(body.input or ()):
         conversation.add(f"input.{number}", item)
-    if not (earlier or body.input):
-        raise _refused("input", "expected a text, or a list of items with at least one")
+    messages = conversation.messages()
+    if not messages or not (earlier or body.input):
+        raise _refused("input", "expected a text, or a list of items with at least one that is not empty reasoning")
     wants_logprobs = LOGPROBS in (body.include or ())
     if body.top_logprobs and not wants_logprobs:
         raise _refused("top_logprobs", f"needs {LOGPROBS!r} in include")
     return ChatRequest(
         model=body.model,
-        messages=conversation.messages(),
+        messages=messages,
         stream=body.stream,
         temperature=body.temperature,
         top_p=body.top_p,
