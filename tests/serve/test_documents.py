@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 
 import httpx
 import pytest
@@ -11,6 +12,7 @@ import torch
 import kvsieve
 from kvsieve.hf.attach import attached
 from kvsieve.hf.join.documents import JoinReader
+from kvsieve.hf.join.join import Joining
 from kvsieve.planning.plans import Plan
 from kvsieve.planning.turns import render, token_ids
 from kvsieve.serve.limits import ServerLimits
@@ -208,19 +210,26 @@ def test_progress_never_goes_back(url, plan):
 
 @pytest.mark.parametrize("join", ["link:tokens=4", "full"])
 def test_memory_is_reserved_for_all_caches_of_a_join(monkeypatch, join):
-    sizes = []
-    prefill = JoinReader.prefill
+    sizes, alive, left = [], [], []
+    prefill, fill = JoinReader.prefill, Joining._fill
 
     def noted(self, ids, done):
         cache, found = prefill(self, ids, done)
         sizes.append(cache.num_seen)
+        alive.append(weakref.ref(cache))
         return cache, found
 
+    def filled(*given):
+        left.extend(one for one in alive if one() is not None)
+        return fill(*given)
+
     monkeypatch.setattr(JoinReader, "prefill", noted)
+    monkeypatch.setattr(Joining, "_fill", filled)
     texts = (prompt(1, 20), prompt(2, 30), prompt(1, 20))
     documents = PromptDocuments(prompt(3, 40), texts, join)
     with attached(build("llama"), Plan(), "eager", any_plan=True) as sieve:
         joined = sieve.join(texts, documents.before, kind=join, chunk=CHUNK)
+    assert not left
     # The only cache of documents in order is the prompt's.
     assert documents.copied == (0 if join == "full" else sum(sizes)) and joined.cache.num_seen == documents.end
 

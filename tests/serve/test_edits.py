@@ -177,7 +177,7 @@ def test_a_session_of_another_plan_is_not_edited_and_says_why(scheduler, sieve):
     plan = plan_of("snapkv", sieve.model).for_model(sieve.model)
     _, summary = heard_all(ask(one, changed(first), plan, TOKENS, **SESSION)[0])
     (note,) = [note for note in summary.stats.notes if "not edited" in note]
-    assert note.endswith("the store has not all of it, or another plan's") and summary.stats.edited is None
+    assert note.endswith("the store lacks tokens of it under this plan") and summary.stats.edited is None
 
 
 def test_an_edit_of_images_says_why_there_is_none(scheduler, sieve):

@@ -178,7 +178,7 @@ class PromptReader:
         """Continue from an edited conversation; return False, and note the reason, if it cannot be edited."""
         base = edit.find()
         if base is None or base.cache.num_seen < len(edit.known):
-            self.notes.append("the session was not edited: the store has not all of it, or another plan's")
+            self.notes.append("the session was not edited: the store lacks tokens of it under this plan")
             return False
         self.cached = self.done = edit.reused
         try:

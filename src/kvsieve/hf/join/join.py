@@ -174,6 +174,8 @@ class Joining:
                 parts.append((cache, target))
                 acted += [(max(first, begin) + move, last + move) for first, last in cache.conversation.acted]
         entries = MovedEntries.of(self.sieve, parts, torch.zeros(self.seen, dtype=torch.bool), rotated=rotated)
+        # Their memory is for the passes that follow.
+        parts.clear()
         cache = self.sieve.new_cache()
         with closing():
             self._fill(cache, entries, self._note(most + again, most + again, most))
