@@ -147,7 +147,7 @@ REFUSED = {
     "an unknown join": (CHAT, {"documents": ["w1"], "join": "lnk"}, "link"),
     "a join's unknown parameter": (CHAT, {"documents": ["w1"], "join": "link:token=3"}, "tokens"),
     "a session": (CHAT, {"documents": ["w1"], "session": "s"}, "kv.session"),
-    "an edit": (CHAT, {"documents": ["w1"], "edits": True}, "kv.edits"),
+    "an edit": (CHAT, {"documents": ["w1"], "edits": True}, "without kv.edits"),
     "protected messages": (CHAT, {"documents": ["w1"], "protect": [0]}, "kv.protect"),
     "no user": ({"messages": [ANSWERED]}, {"documents": ["w1"]}, "the user's"),
     "a method": (
