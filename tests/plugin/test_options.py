@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
 
 import kvsieve
+from doc_pages import sections
 from kvsieve.errors import PlanError, UnsupportedOptionError
 from kvsieve_vllm.carried import check_carried
 from kvsieve_vllm.engine import REFUSED, EngineFacts, check_engine, needs_no_prefix_caching, settle
 from kvsieve_vllm.options import EngineOptions
 
+PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
 FACTS = EngineFacts(version="0.32.0", device="cpu", block_size=32, num_layers=4)
 
 
@@ -81,6 +85,14 @@ def test_layers_outside_the_model_are_refused(option):
 )
 def test_carried_plans(text):
     check_carried(kvsieve.plan(text))
+
+
+def test_the_page_lists_every_method_that_is_carried():
+    rows = re.findall(r"^\| (`.*?) \|", sections(PAGE.read_text())["plans"], re.M)
+    listed = {name.partition(":")[0] for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    with pytest.raises(PlanError) as raised:
+        check_carried(kvsieve.plan("fastkv"))
+    assert listed == set(re.search(r"It carries ([\w, -]+);", str(raised.value)).group(1).split(", "))
 
 
 @pytest.mark.parametrize(

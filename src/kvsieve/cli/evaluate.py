@@ -107,7 +107,7 @@ def eval_command(
         Path | None,
         option(
             TASKS,
-            "TOML file that sets tasks, lengths, methods and so on; other options go before it (default: none)",
+            "TOML file that sets tasks, lengths, methods and so on; options given override it (default: none)",
             "--grid",
             callback=_take_file,
             is_eager=True,

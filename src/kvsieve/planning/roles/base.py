@@ -22,7 +22,7 @@ class Traits:
     Attributes:
         needs: required facts of ``ctx.model``: "rotary" and "output_weight"; with "hidden", an evictor gets
             ``ctx.hidden`` and ``ctx.output``; with "tokens", ``ctx.ids``, and prompts given as embeddings are refused;
-            "uncapped" requires logits without a cap (``AttentionTerms.softcap``). Other models are refused.
+            "uncapped" requires logits without a cap (``AttentionQueries.softcap``). Other models are refused.
         heads: heads needed to choose for a KV head: "own" for that KV head and its query heads, "all" if other heads of
             the layer count and `ctx.ranks` is used for those of other processes. None: unknown, so the plan is refused
             if tensor parallelism divides heads. Not inherited.
