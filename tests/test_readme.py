@@ -80,7 +80,7 @@ def test_every_command_and_its_options_exist(page):
 # Options of other programs that the pages name.
 OTHERS = {
     "README.md": "--index-url",  # pip
-    "evaluation.md": "--model_template_type --model_args --metadata --apply_chat_template --use_cache",  # RULER, lm_eval
+    "evaluation.md": "--model_template_type --model_args --metadata --apply_chat_template --use_cache",
     "models.md": "--node-rank --master-addr --master-port --rdzv",  # torchrun
     "vllm.md": "--block-size --enable-dbo --attention-backend --max-model-len --gpu-memory-utilization",
     "weights.md": "--merge",  # llama-gguf-split
