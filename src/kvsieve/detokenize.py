@@ -24,8 +24,7 @@ def text_of(tokenizer: Any, ids: Sequence[int], hidden: Collection[int] | None =
         hidden: tokens without text. Default None: the special ones.
     """
     shown = list(ids) if hidden is None else [token for token in ids if token not in hidden]
-    special = hidden is None
-    return str(tokenizer.decode(shown, skip_special_tokens=special, clean_up_tokenization_spaces=False))
+    return str(tokenizer.decode(shown, skip_special_tokens=hidden is None, clean_up_tokenization_spaces=False))
 
 
 def special_ids(tokenizer: Any) -> set[int]:

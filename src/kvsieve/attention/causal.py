@@ -28,8 +28,7 @@ def why_not_kernel(request: AttentionRequest[DenseEntries, None]) -> str | None:
     stored = request.stored
     if asked.query.shape[2] < _LEAST:
         return f"fewer than {_LEAST} tokens"
-    reason = why_not_padded(request) or why_not_learned(request)
-    return reason or why_not_compiled(asked, stored, _grid(request))
+    return why_not_padded(request) or why_not_learned(request) or why_not_compiled(asked, stored, _grid(request))
 
 
 def kernel_attention(request: AttentionRequest[DenseEntries, None]) -> Tensor:

@@ -122,8 +122,7 @@ def _paths(dtype: torch.dtype, threads: int) -> CpuPaths:
     paths = [folder / f"attention-{digest}.json" for folder in kernel_folders().usable]
     for path in paths:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            found = json.loads(path.read_text())
-            return CpuPaths(**found["paths"], source="measured before")
+            return CpuPaths(**json.loads(path.read_text())["paths"], source="measured before")
     chosen = decide(known, measured(dtype))
     values = {name: value for name, value in asdict(chosen).items() if name != "source"}
     for path in paths:

@@ -248,8 +248,7 @@ def _why_not_aligned(request: _Request) -> str | None:
 def _aligned(request: _Request) -> Tensor:
     """Flash attention aligns the causal mask to the last entry and needs none in memory."""
     new = request.asked.query.shape[2]
-    length = request.stored.keys.shape[2]
-    return _sdpa(request, causal_lower_right(new, length))
+    return _sdpa(request, causal_lower_right(new, request.stored.keys.shape[2]))
 
 
 def _masked(request: _Request) -> Tensor:

@@ -79,8 +79,7 @@ def _products(request: AttentionRequest[DenseEntries, Shown | ScaledPart]) -> Te
 
 def _with_scaled(logits: Tensor, part: Tensor, factor: float) -> Tensor:
     """Return logits with which a part, bool of their shape, has its log-sum-exp times a factor."""
-    dtype = score_dtype(logits.dtype)
-    own = logits.to(dtype)
+    own = logits.to(score_dtype(logits.dtype))
     total = own.masked_fill(~part, float("-inf")).logsumexp(-1, keepdim=True)
     # A query that sees nothing of the part has nothing to change.
     change = ((factor - 1) * total).nan_to_num(0, 0, 0)

@@ -189,8 +189,7 @@ def why_not_learned(request: AttentionRequest[DenseEntries, Any]) -> str | None:
     """Refuse a gradient, which kernels, and products into given buffers, do not have."""
     stored = request.stored
     parts = (request.asked.query, stored.keys, stored.values)
-    wanted = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
-    return "a gradient is wanted" if wanted else None
+    return "a gradient is wanted" if torch.is_grad_enabled() and any(part.requires_grad for part in parts) else None
 
 
 def why_not_padded(request: AttentionRequest[DenseEntries, Any]) -> str | None:

@@ -29,8 +29,7 @@ def _why_not_triton(request: _Request) -> str | None:
 def _triton(request: _Request) -> Tensor:
     asked = request.asked
     entries = None if request.sees is None else request.sees.entries
-    out = kernels.kv_row_attention(asked, request.stored, entries)
-    return _blended(out, request)
+    return _blended(kernels.kv_row_attention(asked, request.stored, entries), request)
 
 
 def _torch(request: _Request) -> Tensor:

@@ -125,8 +125,7 @@ class BufferedMemory(LayerMemory):
             counts = (new,) * batch if valid is None else valid.sum(-1).tolist()
         if valid is not None:
             self.derived = {}
-        before = self.lengths or (0,) * batch
-        self.lengths = tuple(old + count for old, count in zip(before, counts, strict=True))
+        self.lengths = tuple(old + count for old, count in zip(self.lengths or (0,) * batch, counts, strict=True))
         return counts
 
     def reorder(self, rows: Tensor) -> None:

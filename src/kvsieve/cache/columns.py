@@ -104,8 +104,7 @@ class Columns:
         """Return columns of [B, H, slots, ...] with "valid": existing, or all True for `heads` heads."""
         if "valid" in self.parts:
             return self
-        index = self.parts["index"]
-        return self.including(valid=torch.ones_like(index[:, :heads], dtype=torch.bool))
+        return self.including(valid=torch.ones_like(self.parts["index"][:, :heads], dtype=torch.bool))
 
     def with_log_weight(self) -> Self:
         """Return columns with "log_weight": existing, or 0 for all entries."""

@@ -41,8 +41,7 @@ def entries_at(store: PackedParts, what: str, rows: Tensor, entries: Tensor) -> 
     """
     exact = (store.exact.keys if what == "keys" else store.exact.values).flatten(0, 1)
     valid = store.exact.valid
-    counts = [body.counts for body in store.bodies]
-    encoded = torch.stack(counts).sum(0)
+    encoded = torch.stack([body.counts for body in store.bodies]).sum(0)
     if valid is None:
         first = torch.full_like(encoded, store.first)
     else:

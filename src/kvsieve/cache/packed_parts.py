@@ -45,8 +45,7 @@ class PackedParts(LayerMemory):
     def new_body(self, codec: Codec) -> Body:
         """Return an empty body."""
         keys, values, _ = self.exact.buffers()
-        rows = keys.shape[0] * keys.shape[1]
-        return Body(codec, rows, (keys.shape[-1], values.shape[-1]), keys.dtype, keys.device)
+        return Body(codec, keys.shape[0] * keys.shape[1], (keys.shape[-1], values.shape[-1]), keys.dtype, keys.device)
 
     @property
     def size(self) -> int:
@@ -142,8 +141,7 @@ class PackedParts(LayerMemory):
         """Insert parts [R, width, ...] between the first and the newest slots of [B, H, slots, ...]."""
         if not encoded:
             return exact
-        shape = exact.shape[:2]
-        middle = [part.unflatten(0, shape) for part in encoded]
+        middle = [part.unflatten(0, exact.shape[:2]) for part in encoded]
         return torch.cat([exact[:, :, : self.first], *middle, exact[:, :, self.first :]], 2)
 
     def room(self, tokens: int) -> int:

@@ -148,8 +148,7 @@ class RaggedStore(BufferedMemory):
 
     @property
     def valid(self) -> Tensor:
-        real = self.visible().any(1)
-        padded = self._padded(real[..., None])[..., 0]
+        padded = self._padded(self.visible().any(1)[..., None])[..., 0]
         return padded.masked_fill_(self._filler(padded), False)
 
     @property
@@ -288,8 +287,7 @@ class RaggedStore(BufferedMemory):
 
     def _filler(self, padded: Tensor) -> Tensor:
         """Return the mask of unused slots of a padded copy [B, H, N]."""
-        lacks = self.counts.amax() - self.counts[..., None]
-        return torch.arange(padded.shape[-1], device=padded.device) < lacks
+        return torch.arange(padded.shape[-1], device=padded.device) < self.counts.amax() - self.counts[..., None]
 
     def _padded(self, buffer: Tensor) -> Tensor:
         """Turn [B, capacity, X] into [B, H, N, X], each head's entries right-aligned, in order."""

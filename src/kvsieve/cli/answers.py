@@ -164,8 +164,7 @@ def run_batches(
     from kvsieve.hf.model.tables import RotaryTables
     from kvsieve.lab.eval.reading import DocumentReader
 
-    alone = how.store is None and not how.kept
-    check_single_answer(model, how.sampling, beams=alone)
+    check_single_answer(model, how.sampling, beams=how.store is None and not how.kept)
     runs = [run.for_model(model, tokenizer) for run in runs]
     for run in runs:
         check_model(model, run.plan)

@@ -139,8 +139,7 @@ def runs_of(methods: str, budget: str | None) -> list[MethodRun]:
         raise InputError(f"--methods names no method; write e.g. {_METHODS}")
     check_budget_used("--budget", budget, method_specs(methods))
     full = next((run for run in runs if run.name == "full"), None) or make_run("full")
-    found = {run.label: run for run in (full, *runs)}
-    return list(found.values())
+    return list({run.label: run for run in (full, *runs)}.values())
 
 
 def ask_all(asker: Asker, questions: Sequence[str], quiet: bool) -> list[DocumentAnswer]:

@@ -52,8 +52,7 @@ def demo_command(
     write = say if as_json else show
     runs = demo_runs()
     model, tokenizer = load_model(None, dtype)
-    document = build_document(tokenizer, tokens, depth)
-    prompt = encode(tokenizer, TextPrompt(f"{document}\n\n{QUESTION}"))
+    prompt = encode(tokenizer, TextPrompt(f"{build_document(tokenizer, tokens, depth)}\n\n{QUESTION}"))
     write(f"{run_title(model)} reads {prompt.ids.shape[1]} tokens of Python's help texts with one fact at {depth:.0%}.")
     write(f"Question: {QUESTION}  (expected: {CODE})")
     results = run_methods(model, tokenizer, prompt, runs, Generation(CHUNK, MAX_NEW_TOKENS))

@@ -194,8 +194,7 @@ def _model(name: str, original: str | None = None) -> tuple[dict[str, str], str 
     problem = why_unsupported(model, plan_of("snapkv"))
     if problem is not None:
         return facts, f"{name} is not supported: {problem}"
-    plan = plan_of("fastkv", tsp_layer=max(len(kinds) // 2 - 1, 0))
-    without = why_unsupported(model, plan)
+    without = why_unsupported(model, plan_of("fastkv", tsp_layer=max(len(kinds) // 2 - 1, 0)))
     return facts | {"eviction": "runs", "propagation": "runs" if without is None else f"does not run: {without}"}, None
 
 

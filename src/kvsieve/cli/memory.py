@@ -161,8 +161,7 @@ class Limit:
 
     def _longest(self, settings: Settings, tokens: int) -> Settings:
         free = self.size - self.foot.fixed(settings.decode)
-        counts = range(1, tokens + 1)
-        most = bisect.bisect_right(counts, free, key=lambda count: sum(self._sizes(settings, count)))
+        most = bisect.bisect_right(range(1, tokens + 1), free, key=lambda count: sum(self._sizes(settings, count)))
         kv, work = self._sizes(settings, max(most, 1))
         return replace(settings, tokens=most, kv=kv, work=work)
 

@@ -71,8 +71,7 @@ def _show_method(method: dict[str, Any]) -> None:
     acts = "never acts" if method["phase"] == "never" else f"acts: {method['phase']}"
     sees = "sees the question" if method["query_aware"] else "does not see the question"
     storage = f"{method['storage']} storage"
-    paper = method["paper"] or "-"
-    facts = [", ".join(method["roles"]) or "no role", acts, sees, storage, paper]
+    facts = [", ".join(method["roles"]) or "no role", acts, sees, storage, method["paper"] or "-"]
     settings = " ".join(f"{name}={value}" for name, value in method["parameters"].items())
     show(wrapped(f"{method['name']}: {method['summary']}", indent=""))
     for text in ("; ".join(facts), settings or "no parameters"):

@@ -78,8 +78,7 @@ class BlockGrid:
 
     def padded_keys(self, x: Tensor, extra: int = 0) -> Tensor:
         """Pad [B, H, N, D] with zeros on both sides so that all blocks, and `extra` more, are full."""
-        size = (self.key_blocks + extra) * self.block
-        out = x.new_zeros(*x.shape[:2], size, x.shape[3])
+        out = x.new_zeros(*x.shape[:2], (self.key_blocks + extra) * self.block, x.shape[3])
         out[:, :, self.pad : self.pad + self.length] = x
         return out
 
@@ -150,8 +149,7 @@ def covering(mass: Tensor, share: float, always: Tensor) -> Tensor:
     Returns:
         bool, the shape of `mass`. Blocks without mass are not chosen, except those of `always`.
     """
-    total = mass.sum(-1, keepdim=True).clamp_min(1e-30)
-    part = mass / total
+    part = mass / mass.sum(-1, keepdim=True).clamp_min(1e-30)
     rank, order = (part + 2 * always).sort(-1, descending=True)
     sorted_mass = part.gather(-1, order)
     before = sorted_mass.cumsum(-1) - sorted_mass

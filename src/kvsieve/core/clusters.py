@@ -112,8 +112,7 @@ def clusters(keys: Tensor, count: int, iterations: int) -> tuple[Tensor, Tensor]
     """
     keys = keys.to(score_dtype(keys.dtype))
     rows, size, dim = keys.shape
-    at = torch.arange(count, device=keys.device) * size // count
-    centroids = keys[:, at]
+    centroids = keys[:, torch.arange(count, device=keys.device) * size // count]
     units = F.normalize(keys, dim=-1)
     labels = torch.full((rows, size), -1, device=keys.device)
     for _ in range(iterations):

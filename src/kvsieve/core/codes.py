@@ -151,8 +151,7 @@ def fit_range(form: CodeFormat, x: Tensor, dim: int) -> tuple[Tensor, Tensor | N
     if form.levels is not None:
         return x.abs().amax(dim, keepdim=True) / max(map(abs, form.levels)), None
     low = x.amin(dim, keepdim=True)
-    high = x.amax(dim, keepdim=True)
-    return (high - low) / top, low
+    return (x.amax(dim, keepdim=True) - low) / top, low
 
 
 def encode(form: CodeFormat, x: Tensor, fit: Fit = fit_range) -> Codes:

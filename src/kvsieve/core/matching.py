@@ -70,8 +70,7 @@ class MatchedPart:
 
         Query heads of a group follow each other. Hidden entries have -inf.
         """
-        heads = self.keys.shape[1]
-        grouped = self.asked.query.unflatten(1, (heads, -1))
+        grouped = self.asked.query.unflatten(1, (self.keys.shape[1], -1))
         keys = self.keys.to(self.dtype).transpose(-1, -2)
         for start in range(0, grouped.shape[3], self.step):
             part = grouped[:, :, :, start : start + self.step]

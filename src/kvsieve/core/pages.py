@@ -82,8 +82,7 @@ class PageTable:
         metadata_bytes = at.numel() * pages * self._table.element_size()
         if kernels.usable(self._table, weights):
             table = self._table[..., :pages]
-            count = self._count(kv_rows)
-            return kernels.page_scores(table, weights, at, count, self.page), metadata_bytes
+            return kernels.page_scores(table, weights, at, self._count(kv_rows), self.page), metadata_bytes
         return weights @ self.rows(at, kv_rows.size).to(weights.dtype), metadata_bytes
 
     def bound(self, query: Tensor, kv_rows: KVRows) -> tuple[Tensor, int]:

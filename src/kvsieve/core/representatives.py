@@ -47,8 +47,7 @@ class BlockRepresentatives:
             )
         best = scores.unflatten(2, (-1, self.block)).sort(dim=-1, descending=True, stable=True).indices
         first = torch.arange(start, end, self.block, device=best.device)
-        entries = best[..., : self.count] + first[:, None]
-        keys = kv_rows.keys_at(entries)
+        keys = kv_rows.keys_at(best[..., : self.count] + first[:, None])
         keys = keys.to(score_dtype(keys.dtype)).mean(3)
         self.keys = torch.cat([self.keys, keys], 2) if start > self.sinks else keys
         self.size = end

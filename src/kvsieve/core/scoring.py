@@ -90,8 +90,7 @@ def mass_of(ctx: LayerContext, start: int, stop: int | None = None) -> Tensor:
 
 def weights_of(ctx: LayerContext, window: int) -> Iterator[Tensor]:
     """Yield the weights that the last queries of a pass give to entries, see `window_weights`."""
-    asked = ctx.asks(ctx.query[:, :, -window:])
-    return window_weights(asked, ctx.keys, valid=ctx.valid, log_weight=ctx.log_weight)
+    return window_weights(ctx.asks(ctx.query[:, :, -window:]), ctx.keys, valid=ctx.valid, log_weight=ctx.log_weight)
 
 
 def _seen(query: Tensor, keys: Tensor, valid: Tensor | None) -> Tensor:

@@ -130,8 +130,7 @@ class Rows:
                     _choose(answer, logits[number], drafted[number])
         finally:
             if transaction is not None:
-                pairs = zip(self.answers, before, strict=True)
-                taken = [len(answer.tokens) - count for answer, count in pairs]
+                taken = [len(answer.tokens) - count for answer, count in zip(self.answers, before, strict=True)]
                 transaction.accept([count if goes else 1 for count, goes in zip(taken, going, strict=True)])
         for drafts, answer, count, goes in zip(self.drafts, self.answers, before, going, strict=False):
             if goes:

@@ -238,8 +238,7 @@ def _note_made(module: nn.Module, args: Any, output: Any) -> None:
 
 def _note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Record the arguments of a composite model; its decoder gets them in another form."""
-    names = list(inspect.signature(module.forward).parameters)
-    _CALL.set({**dict(zip(names, args, strict=False)), **kwargs})
+    _CALL.set({**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs})
 
 
 def _is_media(name: str, value: Any) -> bool:

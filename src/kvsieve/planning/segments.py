@@ -146,8 +146,7 @@ def role_spans(
             )
         return len(part)
 
-    spans = [(end_of(place), end_of(place + 1)) for place in wanted]
-    return torch.tensor([ids], dtype=torch.int64), spans
+    return torch.tensor([ids], dtype=torch.int64), [(end_of(place), end_of(place + 1)) for place in wanted]
 
 
 def _render(tokenizer: Any, messages: Sequence[dict[str, Any]], ask: bool, parse_special: bool) -> str:

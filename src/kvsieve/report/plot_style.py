@@ -82,8 +82,7 @@ def new_figure(width: float, height: float) -> Figure:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     padding = ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06, wspace=0.03, hspace=0.04)
-    figure = Figure(figsize=(width, height), layout=padding)
-    return figure
+    return Figure(figsize=(width, height), layout=padding)
 
 
 def legend_height(names: Sequence[str]) -> float:

@@ -43,8 +43,7 @@ class LayerRecorder:
         """See PassRequest.on_layer."""
         for evictor in self.evictors:
             if evictor.when.observes:
-                state = self.learned.setdefault((ctx.layer_idx, evictor), {})
-                evictor.observe(dataclasses.replace(ctx, state=state))
+                evictor.observe(dataclasses.replace(ctx, state=self.learned.setdefault((ctx.layer_idx, evictor), {})))
         if ctx.step.ends_prompt:
             # The window's tokens are all an evictor may look at, and those that keys are encoded for; the rest of
             # the queries would be as large as the cache.
@@ -209,8 +208,7 @@ def read_prefix(
 
 def _observers(plans: Iterable[Plan]) -> tuple[Evictor, ...]:
     """Return the plans' evictors that observe every pass, without duplicates."""
-    found = (plan.evict for plan in plans if plan.evict is not None and plan.evict.when.observes)
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(plan.evict for plan in plans if plan.evict is not None and plan.evict.when.observes))
 
 
 def source_layer(model: AttachedModel, propagate: Propagator | None) -> int | None:

@@ -188,8 +188,7 @@ def _equal(part: Tensor, other: Tensor) -> int:
 
 def _own(part: Tensor) -> Tensor:
     """Copy a tensor to memory of its own, without spare room."""
-    copied = torch.empty(part.shape, dtype=part.dtype)
-    return copied.copy_(part)
+    return torch.empty(part.shape, dtype=part.dtype).copy_(part)
 
 
 def mapped(facts: dict[str, Any], tensors: dict[str, Tensor]) -> StoredCache:
@@ -197,8 +196,7 @@ def mapped(facts: dict[str, Any], tensors: dict[str, Tensor]) -> StoredCache:
     seen = facts["cache"]["Conversation"]["dict"]
     seen = next(value for name, value in seen if name == "num_seen")
     entries = split(facts, tensors, seen)
-    stretches = (Stretch.of(0, entries),) if entries else ()
-    return StoredCache(facts, tensors, stretches, mapped=True)
+    return StoredCache(facts, tensors, (Stretch.of(0, entries),) if entries else (), mapped=True)
 
 
 def revived(content: StoredCache, model: AttachedModel) -> SieveCache:

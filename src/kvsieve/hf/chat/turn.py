@@ -267,8 +267,7 @@ class TurnMaker:
 
     def _end(self, messages: tuple[Message, ...]) -> list[int]:
         """Return the token that ends an answer, as the template writes it."""
-        added = self.turns.added(messages, "?")
-        return [next((token for token in added if token in self.stops), min(self.stops))]
+        return [next((token for token in self.turns.added(messages, "?") if token in self.stops), min(self.stops))]
 
     def _fed(self, before: Transcript, message: Message, open_end: bool = False) -> tuple[Tensor, int | None]:
         """Return int64 [1, N]: the conversation with a message, up to the answer; and the end of the context, or None.

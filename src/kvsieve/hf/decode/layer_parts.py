@@ -162,8 +162,7 @@ class LayerParts:
         state = linears, norms
         if self._known[0] != state:
             every = norms if len(norms) == 4 else [*norms, (0, 0.0), (0, 0.0)]
-            dim = self._norms[0].weight.numel()
-            self._known = state, DecoderLayer(linears, every, dim, self._head, self._dtype)
+            self._known = state, DecoderLayer(linears, every, self._norms[0].weight.numel(), self._head, self._dtype)
         found = [product for product in self._products if product is not None]
         if all(product.is_settled for product in found):
             self.weights = Weights(self._facts(), [product.narrow for product in found if product.narrow is not None])
@@ -202,8 +201,7 @@ class LayerParts:
         if not all(_near(*pair) for pair in zip(found, seen["given"], strict=True)):
             return False
         given: list[Tensor] = []
-        output = self._linears[3]
-        self._layer._modules["self_attn"] = _Attention(given, output(attended))
+        self._layer._modules["self_attn"] = _Attention(given, self._linears[3](attended))
         try:
             # Hooks of the layer see the model's own passes only.
             own = own_forward(self._layer)

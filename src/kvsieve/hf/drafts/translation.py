@@ -41,8 +41,7 @@ class Translation:
         self._open += tokens
         if len(self._open) > 2 * _OPEN:
             self._settle()
-        text = self._text(self._before, self._open).rstrip(_PARTIAL)
-        self._tokens = self._split + self._ids(text)
+        self._tokens = self._split + self._ids(self._text(self._before, self._open).rstrip(_PARTIAL))
         return self._tokens
 
     def back(self, drafted: Sequence[int], *, ended: bool) -> list[int]:

@@ -263,8 +263,7 @@ def _check_protected(cache: SieveCache, layout: Arrangement) -> None:
     if protected is None:
         return
     removed = (layout.target < 0)[None]
-    index = torch.arange(layout.before)[None, None]
-    looked_up, quotas = protected.to(torch.device("cpu")).at(index, None)
+    looked_up, quotas = protected.to(torch.device("cpu")).at(torch.arange(layout.before)[None, None], None)
     lost = looked_up is not None and bool((looked_up[:, 0] & removed).any())
     if lost or (quotas is not None and bool(((quotas.segment[:, 0] > 0) & removed).any())):
         raise InputError("the edit removes tokens that protect= or quotas= keeps; leave them, or prefill again")

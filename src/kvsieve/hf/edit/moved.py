@@ -59,8 +59,7 @@ class MovedEntries:
         }
         stores = [(index, layer.store) for cache, _ in parts for index, layer in cache.sieve_layers.items()]
         ragged = frozenset(index for index, store in stores if store.is_ragged)
-        encoded = frozenset(index for index, store in stores if store.is_encoded)
-        return cls(layers, ragged, encoded)
+        return cls(layers, ragged, frozenset(index for index, store in stores if store.is_encoded))
 
     def divide_keys(self, start: int, end: int, temperature: float) -> None:
         """Divide the keys of columns from `start` to `end` by a temperature."""

@@ -47,8 +47,7 @@ def keep_prompt(
     stored = prompt.sum(-1).amax(-1).tolist()
     rows = zip(_generated(ctx.step, prompt_lengths), stored, counts, strict=True)
     counts = tuple(before + evictor.answer_entries(new, before, count) for new, before, count in rows)
-    protected = prompt if ctx.protected is None else prompt | ctx.protected
-    return dataclasses.replace(ctx, protected=protected), counts
+    return dataclasses.replace(ctx, protected=prompt if ctx.protected is None else prompt | ctx.protected), counts
 
 
 def _answer_start(step: Step, prompt_lengths: tuple[int, ...]) -> Tensor:

@@ -152,8 +152,7 @@ def _heads_together(asked: AttentionQueries, repeats: int) -> AttentionQueries:
         return asked
     if asked.sinks is not None:
         raise UnsupportedModelError("its KV heads are repeated in turn, and it has learned sinks: not supported")
-    query = asked.query.unflatten(1, (repeats, -1)).transpose(1, 2).flatten(1, 2)
-    return replace(asked, query=query)
+    return replace(asked, query=asked.query.unflatten(1, (repeats, -1)).transpose(1, 2).flatten(1, 2))
 
 
 def _check_sinks(who: str, query: Tensor, sinks: Tensor | None) -> None:

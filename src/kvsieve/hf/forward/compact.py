@@ -45,8 +45,7 @@ def columns_of(
     """
     end = start + sum(sizes)
     if mask is None or not holed:
-        valid = None if mask is None else mask[:, start:end]
-        return torch.arange(start, end, device=device)[None], valid
+        return torch.arange(start, end, device=device)[None], None if mask is None else mask[:, start:end]
     parts = []
     for size in sizes:
         parts.append(start + compact_order(mask[:, start : start + size]))

@@ -39,5 +39,4 @@ def ask_latents(
         # Again with every prompt: weights may have changed, for example by adapters.
         rotated = entries[..., latents.shape[-1] :]
         layer.up = up_projection(module, latents, rotated, key, value, who)
-    queries = LatentQueries(**vars(asked), up=layer.up, keys=key, values=value)
-    return queries, entries, latents
+    return LatentQueries(**vars(asked), up=layer.up, keys=key, values=value), entries, latents

@@ -80,8 +80,7 @@ def open_session(
         UnsupportedOptionError: the plan needs a driver, and this is a plain call of the model.
     """
     ids = call.get("input_ids")
-    embeds = call.get("inputs_embeds")
-    fed = ids if ids is not None else embeds
+    fed = ids if ids is not None else call.get("inputs_embeds")
     if fed is None:
         raise InputError("the model was called with neither input_ids nor inputs_embeds")
     batch, new = fed.shape[:2]

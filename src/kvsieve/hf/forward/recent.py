@@ -72,11 +72,9 @@ def aligned(ctx: LayerContext) -> tuple[LayerContext, Tensor | None]:
     padding = (place >= place.numel() - size) & ~behind
     real = (slots >= 0) & ~padding
     slots = slots.clamp_min(0).masked_fill(padding, 0)
-    heads = ctx.keys.shape[1]
-    wide = slots.expand(-1, heads, -1)
+    wide = slots.expand(-1, ctx.keys.shape[1], -1)
     if ctx.valid is not None:
-        own = ctx.valid.shape[1]
-        real = real & ctx.valid.gather(2, slots.expand(-1, own, -1))
+        real = real & ctx.valid.gather(2, slots.expand(-1, ctx.valid.shape[1], -1))
     quotas = ctx.quotas
     return replace(
         ctx,

@@ -92,12 +92,10 @@ class Session(PassState):
                     out = attend_stored(self.plan.prefill, *facts, asked, store, self.shared, documents)
                 else:
                     out = attend_by_column(asked, placed, tokens.token_index[0])
-        changes = reduces or codec is not None or self.request.on_layer is not None
-        self.lend(index, layer, model_key, changes=changes)
+        self.lend(index, layer, model_key, changes=reduces or codec is not None or self.request.on_layer is not None)
         self._show(index, layer, asked, out)
         if evictor is not None and self.when.steps is not None and evictor.window > 1 and step.is_last_chunk:
-            decoding = step.phase == "decode"
-            query = recent_queries(layer.state, query, tokens.counts, evictor.window, decoding=decoding)
+            query = recent_queries(layer.state, query, tokens.counts, evictor.window, decoding=step.phase == "decode")
             asked = replace(asked, query=query)
             if step.phase == "decode" and tokens.valid is not None:
                 layer.store = closed_up(layer.store, room)

@@ -141,8 +141,7 @@ def _sparsely(
             f"{type(role).__name__}.select gave a mask of shape {tuple(chosen.shape)}, expected [{batch}, {heads} or "
             f"{query_heads}, {blocks[0]}, {blocks[1]}]"
         )
-    visible = grid.visible(chosen.device)
-    chosen = (chosen | grid.diagonal(chosen.device)) & visible
+    chosen = (chosen | grid.diagonal(chosen.device)) & grid.visible(chosen.device)
     _count(record, chosen, grid, query)
     recalled = _sampled_recall(asked, keys, chosen, grid)
     record.sampled += recalled.numel()

@@ -34,5 +34,4 @@ def attend_stored_window(layer: WindowLayer, asked: AttentionQueries) -> Tensor:
     """Attend with the last stored tokens within their window."""
     store = layer.store
     stored = DenseEntries(store.keys, store.values, store.valid, log_weight=store.log_weight)
-    sees = Near(layer.window, store.index[:, 0])
-    return attend(AttentionRequest(asked, stored, sees))
+    return attend(AttentionRequest(asked, stored, Near(layer.window, store.index[:, 0])))

@@ -19,8 +19,7 @@ def asked(sieve: Any, prompt: Prompt, question: str | None, options: dict[str, A
     """Return the ids int64 [1, N] of a prompt and its options of `generate`; see Sieve.ask."""
     if sieve.tokenizer is None:
         raise InputError("ask needs the tokenizer: kvsieve.attach(model, plan, tokenizer=tokenizer)")
-    messages = _messages(prompt, question)
-    ids = torch.tensor([prompt_ids(sieve.tokenizer, messages)], device=sieve.model.device)
+    ids = torch.tensor([prompt_ids(sieve.tokenizer, _messages(prompt, question))], device=sieve.model.device)
     ends = stop_ids(sieve.tokenizer, sieve.model.generation_config.eos_token_id)
     filler = sieve.tokenizer.pad_token_id or 0
     return ids, {**_DEFAULTS, "eos_token_id": sorted(ends) or None, "pad_token_id": filler, **options}

@@ -114,8 +114,7 @@ def check_single_answer(model: Any, options: Mapping[str, Any], otherwise: str =
 def padding_token(config: GenerationConfig) -> int | None:
     """Return the token that generate treats as padding in ids without a mask, or None."""
     pad = config.pad_token_id
-    ends = end_tokens(config)
-    return None if pad is None or pad in ends else int(pad)
+    return None if pad is None or pad in end_tokens(config) else int(pad)
 
 
 def end_tokens(config: GenerationConfig) -> list[int]:

@@ -130,8 +130,7 @@ def generate(
     if cache.conversation.ends is not None:
         put_back(sequences, input_ids)
     stats = stats_of(model, cache, clock.times, began, peak.bytes, answer)
-    own = bool(options.get("stopping_criteria"))
-    note_ends(cache, sequences, len(clock.times), config, criteria=own)
+    note_ends(cache, sequences, len(clock.times), config, criteria=bool(options.get("stopping_criteria")))
     token_s = [after - before for before, after in itertools.pairwise(clock.times)]
     _log.info("%s", stats)
     seen = cache.num_seen

@@ -79,8 +79,7 @@ class _Chosen(Scattered, heads="all", query_aware=False):
         layer = ctx.layer_idx
         if not source <= layer < ctx.num_layers - 1:
             return None
-        total = ctx.step.turn_lengths[0]
-        count = self.join.tokens(layer, ctx.num_layers, total)
+        count = self.join.tokens(layer, ctx.num_layers, ctx.step.turn_lengths[0])
         if count >= ctx.offered:
             return None
         columns = ctx.index[0, 0, -ctx.offered :].long() if layer == source else ctx.shared["columns"]

@@ -48,8 +48,7 @@ def html_page(kept: KeptTokens, find: str = "") -> str:
         ("facts", "In short", facts),
     ]
     extra = f'{_data(kept)}\n<p id="status" role="status" hidden></p>\n<script>{SCRIPT}</script>'
-    title = f"Kept under {kept.method}"
-    return h.page(title, sections, intro, style=STYLE, end=extra, made_by="kvsieve run --show")
+    return h.page(f"Kept under {kept.method}", sections, intro, style=STYLE, end=extra, made_by="kvsieve run --show")
 
 
 def short_html(kept: KeptTokens) -> str:

@@ -66,8 +66,7 @@ class Facts:
         weight = plain_weight(linear)
         if weight is None:
             device = next((p.device for p in linear.parameters() if not p.is_meta), self.model.device)
-            width = size * self.config.num_attention_heads
-            weight = weight_by_images(linear, width, device, self.model.dtype)
+            weight = weight_by_images(linear, size * self.config.num_attention_heads, device, self.model.dtype)
         return weight.view(weight.shape[0], -1, size).permute(1, 2, 0)
 
     def rotate(self, layer_idx: int, x: Tensor, positions: Tensor, *, inverse: bool = False) -> Tensor:

@@ -205,8 +205,7 @@ def _move_together(model: AttachedModel, cache: SieveCache, step: _ChunkReductio
         moves = step.moves[index]
         # Heads keep different entries, so each is a row of its own here.
         alone = keys.reshape(-1, 1, *keys.shape[2:])
-        turned = model.facts.rotate(index, alone, moves.to(keys.device).flatten(0, 1))
-        keys.copy_(turned.reshape(keys.shape))
+        keys.copy_(model.facts.rotate(index, alone, moves.to(keys.device).flatten(0, 1)).reshape(keys.shape))
         layer.store.index.copy_(slots.to(keys.device).masked_fill(~real.to(keys.device), -1)[:, None])
         layer.num_seen = size
     cache.conversation.num_seen, cache.conversation.mask = size, None if bool(real.all()) else real

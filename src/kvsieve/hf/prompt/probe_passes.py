@@ -37,8 +37,7 @@ class _CacheBranch:
     ) -> Tensor | None:
         seen = self.cache.num_seen
         ids = self._passes.ids[:, seen:]
-        real = self._passes.real[:, seen:]
-        return self._feed(ids, real, observe, evict, None, logits)
+        return self._feed(ids, self._passes.real[:, seen:], observe, evict, None, logits)
 
     def feed(
         self,
@@ -149,8 +148,7 @@ def probe(
     if known is None:
         evictor.probe(_ModelPasses(model, cache, input_ids, mask))
         if probed is not None:
-            found = {index: dict(layer.state) for index, layer in cache.sieve_layers.items()}
-            probed[evictor.probe_identity] = found
+            probed[evictor.probe_identity] = {index: dict(layer.state) for index, layer in cache.sieve_layers.items()}
         return
     for index, state in known.items():
         cache.sieve_layers[index].state.update(state)

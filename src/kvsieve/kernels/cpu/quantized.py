@@ -151,8 +151,7 @@ def multiply(given: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Ten
     """
     if given.dtype not in _HALF or built().loaded is None:
         weight = matrix.rows(torch.arange(matrix.width), torch.float32)
-        product = F.linear(given.float(), weight, None if bias is None else bias.float())
-        return product.to(given.dtype)
+        return F.linear(given.float(), weight, None if bias is None else bias.float()).to(given.dtype)
     *before, inner = given.shape
     rows = given.numel() // inner
     out = given.new_empty(*before, matrix.width)

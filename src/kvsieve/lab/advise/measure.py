@@ -174,8 +174,7 @@ def least_memory_at(evaluator: Evaluator, plan: Plan, context: int, layers: int 
 
 def certain_memory_at(evaluator: Evaluator, plan: Plan, context: int) -> int:
     """Return the bytes of a prompt's cache in the layers that all of its tokens reach."""
-    num_layers = len(shapes_of(evaluator.model))
-    layers = None if plan.propagate is None else plan.propagate.source(num_layers) + 1
+    layers = None if plan.propagate is None else plan.propagate.source(len(shapes_of(evaluator.model))) + 1
     return least_memory_at(evaluator, plan, context, layers)
 
 

@@ -212,8 +212,7 @@ def _chosen(
         missing = misses(one, options.limits, loss)
         if not missing:
             lost = {task: _added(one.lost, repeated.lost, task) for task in {**one.lost, **repeated.lost}}
-            plan = Candidate(**{**vars(one), "lost": lost})
-            return RecommendedPlan(plan, loss, (low, high), len(held)), None
+            return RecommendedPlan(Candidate(**{**vars(one), "lost": lost}), loss, (low, high), len(held)), None
         missed.append((max(missing.values()), one, missing))
     _, one, missing = min(missed, key=lambda candidate: candidate[0])
     return None, (one, missing)

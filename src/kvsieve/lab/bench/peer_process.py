@@ -72,8 +72,7 @@ class Peer:
         return json.loads(line)
 
     def _died(self) -> str:
-        code = self._process.wait()
-        return f"the peer's interpreter {self._python!r} ended with code {code}; {self._tail()}"
+        return f"the peer's interpreter {self._python!r} ended with code {self._process.wait()}; {self._tail()}"
 
     def _tail(self) -> str:
         self._log.seek(0)

@@ -39,8 +39,7 @@ def make_rows(text: Tensor, length: int, rows: int) -> list[TokensPrompt]:
     prompts = []
     start = 0
     for size in row_lengths(length, rows):
-        at = torch.arange(start, start + size) % text.shape[1]
-        prompts.append(TokensPrompt(text[:, at]))
+        prompts.append(TokensPrompt(text[:, torch.arange(start, start + size) % text.shape[1]]))
         start += size
     return prompts
 
@@ -48,8 +47,7 @@ def make_rows(text: Tensor, length: int, rows: int) -> list[TokensPrompt]:
 def left_padded(rows: list[TokensPrompt], filler: int) -> TokensPrompt:
     if len(rows) == 1:
         return rows[0]
-    size = max(row.ids.shape[1] for row in rows)
-    ids = rows[0].ids.new_full((len(rows), size), filler)
+    ids = rows[0].ids.new_full((len(rows), max(row.ids.shape[1] for row in rows)), filler)
     mask = torch.zeros_like(ids)
     for at, row in enumerate(rows):
         ids[at, -row.ids.shape[1] :] = row.ids[0]

@@ -110,5 +110,4 @@ def _sizes(numbers: int, element: int, blocks: Iterable[_Block]) -> WeightSizes:
     found = list(blocks)
     total = sum(block.nbytes for block in found) + (numbers - sum(block.numbers for block in found)) * element
     largest = max((block.numbers for block in found if block.inside), default=0)
-    kinds = sorted({block.kind for block in found})
-    return WeightSizes(total, total / numbers, 3 * largest * element, tuple(kinds))
+    return WeightSizes(total, total / numbers, 3 * largest * element, tuple(sorted({block.kind for block in found})))

@@ -66,5 +66,4 @@ def _places(ids: Tensor, answer: Tensor) -> tuple[slice, Tensor]:
     middle = slice(sinks, len(ids) - recent)
     here = ids[None, middle] == answer[:, None]
     # The last token of the middle may precede a recent one; that is too near to count.
-    before = torch.nn.functional.pad(here[:, 1:], (0, 1))
-    return middle, here | before
+    return middle, here | torch.nn.functional.pad(here[:, 1:], (0, 1))

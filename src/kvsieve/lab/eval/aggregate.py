@@ -176,8 +176,7 @@ def cost_cells(costs: Iterable[Row]) -> list[CostCell]:
     """Return a cell per length, label and budget."""
     costs = list(costs)
     full = {_occasion(row): row for row in costs if row["label"] == FULL}
-    found = groups(costs, ("length", "label", "budget"))
-    return [_cost_cell(key, rows, full) for key, rows in found.items()]
+    return [_cost_cell(key, rows, full) for key, rows in groups(costs, ("length", "label", "budget")).items()]
 
 
 def _cost_cell(key: tuple[Any, ...], rows: list[Row], full: Mapping[tuple[Any, ...], Row]) -> CostCell:

@@ -211,8 +211,7 @@ class Asker:
 
 def differs_at(reference: Sequence[int], other: Sequence[int]) -> int | None:
     """Return the number of the first differing token (from 1) of two answers, or None if they are equal."""
-    pairs = enumerate(itertools.zip_longest(reference, other), 1)
-    return next((at for at, (one, two) in pairs if one != two), None)
+    return next((at for at, (one, two) in enumerate(itertools.zip_longest(reference, other), 1) if one != two), None)
 
 
 def differing_words(reference: DocumentAnswer, other: DocumentAnswer) -> tuple[str, str]:

@@ -67,8 +67,7 @@ def _page(entries: Sequence[Compared], pictures: Sequence[Picture]) -> str:
         ("glossary", "Glossary", h.definitions(GLOSSARY)),
     ]
     warned = "\n".join(h.paragraph(text, "warn") for text in warnings(entries))
-    intro = f"{h.paragraph(_GUIDE)}\n{warned}"
-    return h.page(TITLE, [section for section in sections if section[2]], intro)
+    return h.page(TITLE, [section for section in sections if section[2]], f"{h.paragraph(_GUIDE)}\n{warned}")
 
 
 def warnings(entries: Sequence[Compared]) -> list[str]:

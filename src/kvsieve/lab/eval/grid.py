@@ -74,8 +74,7 @@ class Grid:
                         for question in self.questions:
                             if question in task.modes:
                                 document = (number + 1, len(samples))
-                                place = (at, len(indices))
-                                yield Unit(task, length, question, index, document, place)
+                                yield Unit(task, length, question, index, document, (at, len(indices)))
 
     def _documents(self, task: Task) -> list[list[int]]:
         """Return the indices of a task's samples, a list per document."""

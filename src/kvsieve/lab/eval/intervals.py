@@ -225,8 +225,7 @@ def gaffke(values: np.ndarray, within: tuple[float, float]) -> tuple[float, floa
     ends = []
     for bound, quantile in ((min(within[0], kinds[0]), LEVEL / 2), (max(within[1], kinds[-1]), 1 - LEVEL / 2)):
         weights = random.standard_gamma(np.append(counts, 1), (DRAWS, len(counts) + 1))
-        means = weights @ np.append(kinds, bound) / weights.sum(1)
-        ends.append(float(np.quantile(means, quantile)))
+        ends.append(float(np.quantile(weights @ np.append(kinds, bound) / weights.sum(1), quantile)))
     return ends[0], ends[1]
 
 

@@ -167,14 +167,12 @@ def unfolding(tables: Sequence[Table]) -> str:
 
 
 def _scores(tables: Tables) -> str:
-    others = [h.details(table.title, h.table(table)) for table in tables.metrics]
-    return "\n".join([unfolding(tables.tasks), *others])
+    return "\n".join([unfolding(tables.tasks), *[h.details(table.title, h.table(table)) for table in tables.metrics]])
 
 
 def _facts(results: Results) -> str:
     run = results.run
-    machines = _machines(results)
-    commits = distinct(str(machine.get("commit") or "unknown") for machine in machines)
+    commits = distinct(str(machine.get("commit") or "unknown") for machine in _machines(results))
     lengths = ", ".join(str(length) for length in sorted(distinct(row["length"] for row in results.samples)))
     facts = (
         f"{run.get('dtype', 'unknown dtype')}, seed {run.get('seed', 'unknown')}, {len(results.tasks)} tasks, "

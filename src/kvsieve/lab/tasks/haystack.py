@@ -66,8 +66,7 @@ def text_digest(text: str) -> str:
 def _pieces(text: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return words with the white space after them, and the indices that begin a paragraph."""
     words = tuple(re.findall(r"\S+\s*", text.strip() + "\n\n"))
-    starts = (0, *(i + 1 for i, word in enumerate(words[:-1]) if "\n\n" in word))
-    return words, starts
+    return words, (0, *(i + 1 for i, word in enumerate(words[:-1]) if "\n\n" in word))
 
 
 def passage(text: str, start: float, count: int) -> list[str]:

@@ -50,8 +50,7 @@ def public_task(name: str, data: str | Path | None, scbench_mode: str = "multi-t
         return SCBench(name, data, scbench_mode)
     if data is None:
         raise InputError(f"{name} is read from a file: give its directory as --data, see docs/evaluation.md")
-    loader = next(reader for prefix, reader in _LOADERS.items() if name.startswith(prefix))
-    return loader(name, data)
+    return next(reader for prefix, reader in _LOADERS.items() if name.startswith(prefix))(name, data)
 
 
 def data_digests(tasks: Iterable[Task]) -> dict[str, str]:

@@ -137,8 +137,7 @@ class VariableTracking(Generated):
             return f"The variables that are assigned the value {value} are"
 
         shown, shown_value, shown_lines = chain()
-        example_words = passage(NOISE[0], 0, 60)
-        example_text = hide(example_words, shown_lines, [i / self.hops for i in range(self.hops + 1)])
+        example_text = hide(passage(NOISE[0], 0, 60), shown_lines, [i / self.hops for i in range(self.hops + 1)])
         example = f"Example. {example_text}\n{ask(shown_value)}\n{answer(shown_value)} {_listed(shown)}."
         names, value, lines = chain()
         depths = spread(rng, len(lines))

@@ -144,8 +144,7 @@ class SCBench:
         turns = tuple(self._turns(row, index))
         instruction = _KINDS[self.name].instruction
         lead = f"{instruction}\n\n" if instruction else ""
-        mode = "shared" if self.shared else "multi-turn"
-        meta = {"document": index, "id": row.get("id"), "mode": mode, "cut": 0}
+        meta = {"document": index, "id": row.get("id"), "mode": "shared" if self.shared else "multi-turn", "cut": 0}
 
         def make(size: int) -> Sample:
             body = text if size >= len(text) else keep_ends(text, size)

@@ -86,8 +86,7 @@ class Arithmetic(Generated):
     def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
         more = rng.getrandbits(32)
         story, query, term, result = _sum(rng)
-        question = f"{story} {query}"
-        turn = QuestionAnswer(question, (str(result),), first_number, 8, prefix=f"{term} =")
+        turn = QuestionAnswer(f"{story} {query}", (str(result),), first_number, 8, prefix=f"{term} =")
 
         def make(shots: int, filler: str) -> Sample:
             fresh = random.Random(more)

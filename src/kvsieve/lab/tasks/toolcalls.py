@@ -86,8 +86,7 @@ class ToolCalls(Generated):
 
 def _tool(rng: random.Random, verb: str, noun: str) -> Tool:
     names = sorted(rng.sample(list(_ARGUMENTS), rng.randrange(2, 4)))
-    properties = {name: _ARGUMENTS[name][0] for name in names}
-    parameters = {"type": "object", "properties": properties, "required": names}
+    parameters = {"type": "object", "properties": {name: _ARGUMENTS[name][0] for name in names}, "required": names}
     return {"name": f"{verb}_{noun}", "description": f"{verb.capitalize()} the {noun}.", "parameters": parameters}
 
 

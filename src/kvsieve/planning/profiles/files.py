@@ -130,8 +130,7 @@ def array_of(part: str, method: str, source: Profile | str | os.PathLike[str] | 
 
 @functools.cache
 def _shipped(name: str) -> Profile:
-    text = (_FOLDER / f"{name}.json").read_text(encoding="utf-8")
-    return _parsed(text, f"the shipped profile {name!r}")
+    return _parsed((_FOLDER / f"{name}.json").read_text(encoding="utf-8"), f"the shipped profile {name!r}")
 
 
 def _parsed(text: str, where: str) -> Profile:
