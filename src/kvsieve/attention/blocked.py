@@ -24,7 +24,6 @@ def blocked_attention(request: AttentionRequest[DenseEntries, None]) -> Tensor:
     time. A block is as wide as the next of `_WIDTHS` marks; keys after it are masked.
     """
     asked = request.asked
-    valid = request.stored.valid
     weights = request.stored.log_weight
     query = asked.query
     keys = request.stored.keys
@@ -60,7 +59,7 @@ def blocked_attention(request: AttentionRequest[DenseEntries, None]) -> Tensor:
         view = padded.view(batch, heads, groups, rows, -1)
         if weights is not None:
             view[..., :width] += weights[:, :, None, None, :width].to(query.dtype)
-        _hide(view[..., :width], seen - rows, later, valid)
+        _hide(view[..., :width], seen - rows, later, request.stored.valid)
         if sinks is not None:
             view[..., width] = sinks
         torch.softmax(padded, -1, out=padded)

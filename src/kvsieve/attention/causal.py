@@ -33,13 +33,12 @@ def why_not_kernel(request: AttentionRequest[DenseEntries, None]) -> str | None:
 
 def kernel_attention(request: AttentionRequest[DenseEntries, None]) -> Tensor:
     asked = request.asked
-    stored = request.stored
     grid = _grid(request)
     rows = asked.query.shape[0], 1, grid.query_blocks
     # Each block of queries is given all blocks of keys before its own.
     lists = torch.arange(grid.key_blocks, dtype=torch.int32).expand(*rows, -1).contiguous()
     counts = (torch.arange(grid.query_blocks, dtype=torch.int32) + grid.first).expand(rows).contiguous()
-    return compiled.block_attention(asked, stored.keys, stored.values, lists, counts, grid)
+    return compiled.block_attention(asked, request.stored.keys, request.stored.values, lists, counts, grid)
 
 
 def _grid(request: AttentionRequest[DenseEntries, None]) -> BlockGrid:

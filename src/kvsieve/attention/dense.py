@@ -39,16 +39,14 @@ _Request = AttentionRequest[DenseEntries, None]
 
 
 def _why_not_triton(request: _Request) -> str | None:
-    stored = request.stored
-    return kernels.why_not(request.asked.query, stored.keys, stored.values)
+    return kernels.why_not(request.asked.query, request.stored.keys, request.stored.values)
 
 
 def _triton(request: _Request) -> Tensor:
-    asked = request.asked
     stored = request.stored
     length = None if stored.length is None else stored.length.count
     return kernels.decode_attention(
-        asked, stored.keys, stored.values, length=length, valid=stored.valid, log_weight=stored.log_weight
+        request.asked, stored.keys, stored.values, length=length, valid=stored.valid, log_weight=stored.log_weight
     )
 
 
@@ -198,15 +196,11 @@ def _of_length(request: _Request) -> Tensor:
 
 
 def _why_not_few(request: _Request) -> str | None:
-    asked = request.asked
-    stored = request.stored
-    return few.why_not_few(asked.query, stored.keys, stored.values, asked.scale)
+    return few.why_not_few(request.asked.query, request.stored.keys, request.stored.values, request.asked.scale)
 
 
 def _few(request: _Request) -> Tensor:
-    asked = request.asked
-    stored = request.stored
-    return few.few_attention(asked, stored.keys, stored.values)
+    return few.few_attention(request.asked, request.stored.keys, request.stored.values)
 
 
 def _why_not_last(request: _Request) -> str | None:

@@ -123,15 +123,14 @@ def _absorbed(request: _Request, attend: _Attend) -> Tensor:
 
 def _expanded(request: _Request, attend: _Attend) -> Tensor:
     """Attend to keys and values that are expanded for some heads at a time."""
-    asked = request.asked
     stored = request.stored
-    batch, query_heads, _, dim = asked.query.shape
+    batch, query_heads, _, dim = request.asked.query.shape
     step = max(1, _ELEMENTS // (batch * stored.entries.shape[2] * (dim + stored.up.values.shape[1])))
     outs = []
     for first in range(0, query_heads, step):
         heads = slice(first, first + step)
         entries = DenseEntries(*stored.up.expand(stored.entries, heads), stored.valid)
-        outs.append(attend(AttentionRequest(asked.heads(heads), entries)))
+        outs.append(attend(AttentionRequest(request.asked.heads(heads), entries)))
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
 

@@ -33,9 +33,8 @@ def _torch(request: _Request) -> Tensor:
     heads = keys.shape[1]
     scale = request.asked.scale
     groups = query_heads // heads
-    weights = request.stored.log_weight
-    if weights is not None:
-        mask = float_mask(weights.repeat_interleave(groups, 1)[:, :, None], mask, query.dtype)
+    if request.stored.log_weight is not None:
+        mask = float_mask(request.stored.log_weight.repeat_interleave(groups, 1)[:, :, None], mask, query.dtype)
     elif new == 1 and mask.shape[1] == 1:
         # The query heads of a group become the rows of one query block: keys are read once per KV head.
         packed = query.reshape(batch, heads, groups, dim)
@@ -50,7 +49,6 @@ def _products(request: AttentionRequest[DenseEntries, Shown | ScaledPart]) -> Te
     mask = request.sees.mask
     query = asked.query
     keys = request.stored.keys
-    values = request.stored.values
     batch, query_heads, new, dim = query.shape
     heads = keys.shape[1]
     length = keys.shape[2]
@@ -72,8 +70,8 @@ def _products(request: AttentionRequest[DenseEntries, Shown | ScaledPart]) -> Te
         logits = logits.masked_fill_(~seen, least)
         if scaled is not None:
             logits = _with_scaled(logits, seen & scaled.part[:, :, None, None], scaled.factor)
-        weights = softmax(logits, sinks).to(values.dtype)
-        parts.append((weights.flatten(2, 3) @ values).view(batch, query_heads, some.shape[2], -1))
+        weights = softmax(logits, sinks).to(request.stored.values.dtype)
+        parts.append((weights.flatten(2, 3) @ request.stored.values).view(batch, query_heads, some.shape[2], -1))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 

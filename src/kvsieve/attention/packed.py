@@ -66,8 +66,7 @@ def _c(request: _Request) -> Tensor:
     bodies = _bodies(store)
     narrow = asked.query.dtype == torch.bfloat16
     cap = asked.softcap
-    valid = store.exact.valid
-    real = None if valid is None else valid.expand(-1, store.heads, -1).flatten(0, 1)
+    real = None if store.exact.valid is None else store.exact.valid.expand(-1, store.heads, -1).flatten(0, 1)
     exact = native.AskedExact(query, store.exact.keys, store.exact.values, real, asked.query.shape[2])
     tokens = bodies[0].tokens if bodies else _TOKENS
     sinks = _sinks(request)
@@ -88,8 +87,7 @@ def _body_by_c(query: Tensor, body: Body, narrow: bool, cap: float | None) -> Su
 
 def _torch(request: _Request) -> Tensor:
     query = _rows(request)
-    store = request.stored.store
-    bodies = [_plain(query, body, request.asked) for body in _bodies(store)]
+    bodies = [_plain(query, body, request.asked) for body in _bodies(request.stored.store)]
     return _by_head(request, joined([_over_exact(query, request), *bodies], _sinks(request)))
 
 
@@ -112,17 +110,15 @@ def _sinks(request: _Request) -> Tensor | None:
 
 
 def _by_head(request: _Request, out: Tensor) -> Tensor:
-    query = request.asked.query
-    return out.reshape(*query.shape[:3], -1).to(query.dtype)
+    return out.reshape(*request.asked.query.shape[:3], -1).to(request.asked.query.dtype)
 
 
 def _exact_by_triton(request: _Request) -> Sums:
     asked = request.asked
     exact = request.stored.store.exact
-    length = request.stored.length
     new = asked.query.shape[2]
     query = asked.query.reshape(len(asked.query) * request.stored.store.heads, -1, new, asked.query.shape[-1])
-    count = None if length is None else length.count
+    count = None if request.stored.length is None else request.stored.length.count
     alone = AttentionQueries(query, asked.scale, asked.softcap)
     found = kernels.exact_decode(alone, exact.keys, exact.values, length=count, valid=exact.valid)
     out, norm = (part.flatten(1, 2) for part in found)
@@ -148,11 +144,10 @@ def _blocks(pool: BlockPool, device: torch.device) -> PackedBlocks:
 
 def _seen(store: PackedStore, length: DeviceLength | None = None) -> Tensor | None:
     """Mask of the exact entries that are seen, bool [R or 1, size]; None for all. length: as in packed_attention."""
-    valid = store.exact.valid
     there = None if length is None else length.real(store.exact.size)[None]
-    if valid is None:
+    if store.exact.valid is None:
         return there
-    real = valid.expand(-1, store.heads, -1).flatten(0, 1)
+    real = store.exact.valid.expand(-1, store.heads, -1).flatten(0, 1)
     if there is not None:
         return real & there
     real = real.clone()

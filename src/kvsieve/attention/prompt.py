@@ -51,8 +51,7 @@ def why_torch() -> str | None:
 
 
 def _why_not_triton(request: _Request) -> str | None:
-    stored = request.stored
-    return kernels.why_not(request.asked.query, stored.keys, stored.values)
+    return kernels.why_not(request.asked.query, request.stored.keys, request.stored.values)
 
 
 def _why_not_c(request: _Request) -> str | None:
@@ -61,9 +60,7 @@ def _why_not_c(request: _Request) -> str | None:
 
 def _by_lists(attend: Callable[..., Tensor], request: _Request) -> Tensor:
     """Call a kernel with the numbers of the chosen blocks."""
-    stored = request.stored
-    sees = request.sees
-    return attend(request.asked, stored.keys, stored.values, *_listed(sees), sees.grid)
+    return attend(request.asked, request.stored.keys, request.stored.values, *_listed(request.sees), request.sees.grid)
 
 
 def _products(request: _Request) -> Tensor:

@@ -26,12 +26,11 @@ def _why_not_triton(request: _Request) -> str | None:
 
 
 def _triton(request: _Request) -> Tensor:
-    asked = request.asked
     stored = request.stored
     bias = stored.bias
     if stored.log_weight is not None:
         bias = bias.float() + stored.log_weight[:, None]
-    return kernels.ragged_decode(asked, stored.keys, stored.values, bias, stored.used)
+    return kernels.ragged_decode(request.asked, stored.keys, stored.values, bias, stored.used)
 
 
 def _why_not_few(request: _Request) -> str | None:
@@ -60,25 +59,23 @@ def _used(stored: FlatEntries) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _why_not_c(request: _Request) -> str | None:
-    asked = request.asked
     stored = request.stored
     if (reason := why_not_plain(request)) is not None:
         return reason
     if stored.foreseen is not None:
         return "it asks for threads, which a compiled pass cannot"
     rows = stored.bias.shape[0] * stored.bias.shape[1]
-    return native.why_not(asked.query, stored.keys, stored.values, rows, stored.log_weight)
+    return native.why_not(request.asked.query, stored.keys, stored.values, rows, stored.log_weight)
 
 
 def _c(request: _Request) -> Tensor:
-    asked = request.asked
     stored = request.stored
     return native.ragged_token_attention(
-        asked.query,
+        request.asked.query,
         stored.keys,
         stored.values,
         stored.bias,
-        scale=asked.scale,
+        scale=request.asked.scale,
         used=stored.used,
         log_weight=stored.log_weight,
     )
@@ -106,7 +103,6 @@ def _torch(request: _Request) -> Tensor:
     """
     stored = request.stored
     query = request.asked.query
-    scale = request.asked.scale
     batch, query_heads, new, dim = query.shape
     heads, slots = stored.bias.shape[1:]
     threads = asked_threads() if stored.foreseen is None else stored.foreseen.threads
@@ -120,10 +116,10 @@ def _torch(request: _Request) -> Tensor:
         bias = bias.masked_fill(~stored.shown(new), torch.finfo(bias.dtype).min)
     mask = bias.repeat_interleave(query_heads // heads, 1).flatten(1, 2).unflatten(2, (parts, -1)).transpose(1, 2)
     if parts == 1:
-        out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
+        out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=request.asked.scale)
     else:
         out, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            packed, keys, values, attn_mask=mask, scale=scale
+            packed, keys, values, attn_mask=mask, scale=request.asked.scale
         )
         out = (out * norm.softmax(1)[..., None]).sum(1).to(out.dtype)
     return out.reshape(batch, query_heads, new, stored.values.shape[-1])

@@ -83,9 +83,8 @@ class Reading:
                 heads = asked.query.shape[1]
                 self.compiled_shared = CompiledReading(store, self.grouped, [None] * len(groups), heads, self.shared)
             return reason
-        reader = self.reader
         recipes = [
-            None if all_of_it or reader is None else reader.recipe(group.setting)
+            None if all_of_it or self.reader is None else self.reader.recipe(group.setting)
             for group, all_of_it in zip(groups, self.whole, strict=True)
         ]
         sparse = [recipe for recipe, all_of_it in zip(recipes, self.whole, strict=True) if not all_of_it]
@@ -218,7 +217,6 @@ def _token_by_groups(
     later: newest entries, which it does not see. given: choices of an anchor. chosen: gets the token's entries.
     """
     reading = stored.reading
-    store = stored.store
     lengths = stored.lengths
     grouped = reading.grouped
     reader = reading.reader
@@ -231,7 +229,7 @@ def _token_by_groups(
         reading.begun = True
         before = reading.shared.apply(given.tokens[len(chosen)])
     for at, (group, all_of_it) in enumerate(zip(grouped.groups, reading.whole, strict=True)):
-        kv_rows = grouped.kv_rows(store, group, None if lengths is None else lengths[at], later)
+        kv_rows = grouped.kv_rows(stored.store, group, None if lengths is None else lengths[at], later)
         own = queries if group.kv_rows is None else queries.at(group.kv_rows)
         choice = None
         whole = all_of_it or reader is None

@@ -187,8 +187,7 @@ class AttentionRequest(Generic[Stored, Seen]):
 
 def why_not_learned(request: AttentionRequest[DenseEntries, Any]) -> str | None:
     """Refuse a gradient, which kernels, and products into given buffers, do not have."""
-    stored = request.stored
-    parts = (request.asked.query, stored.keys, stored.values)
+    parts = (request.asked.query, request.stored.keys, request.stored.values)
     return "a gradient is wanted" if torch.is_grad_enabled() and any(part.requires_grad for part in parts) else None
 
 

@@ -27,9 +27,8 @@ def _why_not_triton(request: _Request) -> str | None:
 
 
 def _triton(request: _Request) -> Tensor:
-    asked = request.asked
     entries = None if request.sees is None else request.sees.entries
-    return _blended(kernels.kv_row_attention(asked, request.stored, entries), request)
+    return _blended(kernels.kv_row_attention(request.asked, request.stored, entries), request)
 
 
 def _torch(request: _Request) -> Tensor:

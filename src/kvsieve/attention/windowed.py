@@ -26,14 +26,13 @@ def _rows(request: _Request, attend: _Attend) -> Tensor:
     """Attend row by row over the real entries only; the output for padding is finite and otherwise undefined."""
     asked = request.asked
     near = request.sees
-    valid = request.stored.valid
-    assert valid is not None
+    assert request.stored.valid is not None
     query = asked.query
     values = request.stored.values
     groups = query.shape[1] // values.shape[1]
     new = query.shape[2]
     out = values[:, :, -new:].repeat_interleave(groups, 1)
-    for row, real in enumerate(valid[:, 0]):
+    for row, real in enumerate(request.stored.valid[:, 0]):
         fresh = real[-new:]
         if bool(fresh.any()):
             part = asked.of(real_entries(query[row], fresh)[None])
@@ -45,11 +44,10 @@ def _rows(request: _Request, attend: _Attend) -> Tensor:
 
 def _why_not_everything(request: _Request) -> str | None:
     window = request.sees.window
-    positions = request.sees.positions
     if window.chunked:
         return "chunks begin anywhere"
     few = request.stored.keys.shape[2] <= window.span
-    close = few and bool((positions[:, -1] - positions[:, 0] < window.span).all())
+    close = few and bool((request.sees.positions[:, -1] - request.sees.positions[:, 0] < window.span).all())
     return None if close else "some entries are behind the window"
 
 

@@ -202,12 +202,11 @@ class Body:
     def _aligned(self, blocks: Tensor) -> Tensor:
         """Turn [R * M, T, ...] into [R, width, ...]."""
         count = len(self.table)
-        block = self.tokens
         joined = blocks.view(count, -1, *blocks.shape[2:])
         if self.is_full:
             return joined
         # Places of real entries, in order, at the right end.
-        there = (torch.arange(block, device=blocks.device) < self.fills[..., None]).flatten(1)
+        there = (torch.arange(self.tokens, device=blocks.device) < self.fills[..., None]).flatten(1)
         places = there.to(torch.uint8).argsort(dim=1, stable=True)[:, there.shape[1] - self.width :]
         if joined.ndim == 3:
             places = places[..., None].expand(-1, -1, joined.shape[2])

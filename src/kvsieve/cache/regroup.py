@@ -20,7 +20,6 @@ def keep_entries(body: Body, stays: Tensor) -> None:
     if not body.width:
         return
     body.widen(body.codec.block)
-    block = body.codec.block
     device = body.table.device
     real = body.fills > 0
     # The block, among those of its KV row, of each entry.
@@ -33,7 +32,7 @@ def keep_entries(body: Body, stays: Tensor) -> None:
     left.index_put_((rows, at), kept.long(), accumulate=True)
     if bool(kept.all()):
         return
-    *lists, most = _joined(left.tolist(), block)
+    *lists, most = _joined(left.tolist(), body.codec.block)
     merged, joined = (torch.tensor(part, device=device).view_as(left) for part in lists)
     untouched = real & (left == body.fills) & (joined == 0)
     fresh = Body(body.codec, len(body.table), (body.keys.dim, body.values.dim), body.dtype, device)
@@ -73,12 +72,11 @@ def _encode_again(
     first: int,
 ) -> None:
     """Encode single entries in their new blocks, starting at block number `first`."""
-    block = body.codec.block
     known, which = torch.unique(torch.stack([rows, at]), dim=1, return_inverse=True)
     fills = torch.bincount(which, minlength=known.shape[1])
     # Entries of a block follow each other; filler repeats its last one.
     start = fills.cumsum(0) - fills
-    take = start[:, None] + torch.arange(block, device=rows.device)
+    take = start[:, None] + torch.arange(body.codec.block, device=rows.device)
     take = torch.minimum(take, (start + fills - 1)[:, None])
     order = which.argsort(stable=True)
     rows = rows[order]

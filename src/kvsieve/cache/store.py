@@ -144,13 +144,12 @@ class DenseStore(BufferedMemory):
             reserve: tokens to leave room for.
             reuse: keep buffers that are slightly larger than needed.
         """
-        indices = selection.indices
         real = selection.real_of_heads()
-        needed = indices.shape[2] + reserve
+        needed = selection.indices.shape[2] + reserve
         # Eviction while decoding drops few entries at a time: then the buffers are kept.
         reuse = reuse and needed <= self.capacity <= needed * 5 // 4
         lengths = None if real is None else selection.lengths
-        self.take(indices, real, needed, reuse=reuse, lengths=lengths)
+        self.take(selection.indices, real, needed, reuse=reuse, lengths=lengths)
         if selection.writes:
             self.columns = written(self.columns, selection, real)
 

@@ -167,9 +167,8 @@ class Limit:
 
     def _sizes(self, settings: Settings, tokens: int) -> tuple[int, int]:
         plans = [run.plan for run in settings.runs]
-        foot = self.foot
-        kv = max(foot.kv(plan, tokens, settings.chunk) for plan in plans)
-        work = max(foot.work(plan, tokens, settings.chunk) for plan in plans)
+        kv = max(self.foot.kv(plan, tokens, settings.chunk) for plan in plans)
+        work = max(self.foot.work(plan, tokens, settings.chunk) for plan in plans)
         return settings.rows * kv, settings.rows * work
 
     def _counted(self) -> str:

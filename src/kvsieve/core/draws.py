@@ -18,11 +18,10 @@ def drawn(ctx: LayerContext, places: Tensor, seed: int) -> Tensor:
         places: int64 [B, H, N], position of each entry in its row without padding.
         seed: of the draw.
     """
-    device = ctx.index.device
     rows = torch.tensor(ctx.step.lengths)
-    key = _mixed(_mixed(_mixed(torch.tensor(seed)) + ctx.layer_idx) + rows).to(device, non_blocking=True)
+    key = _mixed(_mixed(_mixed(torch.tensor(seed)) + ctx.layer_idx) + rows).to(ctx.index.device, non_blocking=True)
     heads = ctx.index.shape[1]
-    head = torch.arange(heads, device=device) + heads * ctx.ranks.rank
+    head = torch.arange(heads, device=ctx.index.device) + heads * ctx.ranks.rank
     bits = _mixed(_mixed(key[:, None] + head)[..., None] + places)
     return (_shifted(bits, 64 - _BITS).float() + 0.5) / (1 << _BITS)
 

@@ -41,8 +41,7 @@ def query_mass(
         [B, Hq, entries] in float32 (float64 for float64 inputs).
     """
     query = asked.query
-    scale = asked.scale
-    if log_weight is None and compiled.takes(query, keys, scale):
+    if log_weight is None and compiled.takes(query, keys, asked.scale):
         return compiled.query_mass(asked, keys, visible, weights=weights, largest=reduce == "max", entries=entries)
     batch, query_heads, count, _ = query.shape
     heads = keys.shape[1]
@@ -54,7 +53,7 @@ def query_mass(
     grouped = query.unflatten(1, (heads, groups))
     sinks = sinks_of(asked, heads, groups, 1, 1)
     for first in range(0, count, block):
-        part = (grouped[:, :, :, first : first + block].to(dtype) * scale).flatten(2, 3)
+        part = (grouped[:, :, :, first : first + block].to(dtype) * asked.scale).flatten(2, 3)
         spans = (keys[:, :, start : start + _KEYS] for start in range(0, length, _KEYS))
         logits = torch.cat([part @ span.to(dtype).transpose(-1, -2) for span in spans], -1).unflatten(2, (groups, -1))
         seen = visible[:, :, None, first : first + block]

@@ -61,11 +61,10 @@ def window_mass(
         [B, Hq, N] in float32 (float64 for float64 inputs).
     """
     query = asked.query
-    scale = asked.scale
     compiles = block is None and log_weight is None
     if compiles and kernels.usable(query, keys):
         return kernels.window_mass(asked, keys, valid)
-    if compiles and compiled.takes(query, keys, scale):
+    if compiles and compiled.takes(query, keys, asked.scale):
         return compiled.query_mass(asked, keys, _seen(query, keys, valid))
     weights = window_weights(asked, keys, valid=valid, block=block, log_weight=log_weight)
     parts = [part.sum(2) for part in weights]
@@ -114,13 +113,12 @@ def window_weights(
     Queries that are padding have weight 0. Arguments as in `window_mass`.
     """
     query = asked.query
-    scale = asked.scale
     batch, query_heads, window, dim = query.shape
     heads = keys.shape[1]
     length = keys.shape[2]
     groups = query_heads // heads
     dtype = score_dtype(query.dtype)
-    packed = (query.to(dtype) * scale).reshape(batch, heads, groups * window, dim)
+    packed = (query.to(dtype) * asked.scale).reshape(batch, heads, groups * window, dim)
     if block is None:
         block = max(1024, _BLOCK_ELEMENTS // max(1, batch * query_heads * window))
     # Slot of each packed query row, for the causal corner: rows run over groups first, then over the window.

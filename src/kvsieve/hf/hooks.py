@@ -162,10 +162,8 @@ def _with_images(session: passes.Session, kwargs: dict[str, Any]) -> dict[str, A
     embedded = session.cache.embedded
     if embedded is None:
         return kwargs
-    start = session.step.start
-    count = session.step.num_new
-    session.cache.conversation.position_shift = embedded.shift_after(start + count)
-    return {**kwargs, "input_ids": None, **embedded.part(start, count)}
+    session.cache.conversation.position_shift = embedded.shift_after(session.step.start + session.step.num_new)
+    return {**kwargs, "input_ids": None, **embedded.part(session.step.start, session.step.num_new)}
 
 
 def propagation_hooks(model: AttachedModel, source: int) -> list[Any]:

@@ -31,11 +31,10 @@ def kept_of(cache: SieveCache, ids: Tensor, row: int = 0, tokenizer: Any = None)
     """
     cache.check_copyable("looked at")
     conversation = cache.conversation
-    turn = cache.turn
     batch, (length, mask) = conversation.batch, conversation.caller_length_and_mask()
     if not batch:
         raise CacheStateError("the cache has read nothing yet, so it holds no tokens: feed a prompt first")
-    if turn.reordered:
+    if cache.turn.reordered:
         raise CacheStateError(
             "the cache's rows are beams, which changed places while the answer was searched, and belong to no answer: "
             "look at a prompt that was read alone, sieve.kept(sieve.prefill(ids), ids), or generate without beams"
@@ -53,7 +52,7 @@ def kept_of(cache: SieveCache, ids: Tensor, row: int = 0, tokenizer: Any = None)
     numbers = token_numbers(mask, batch, length)[row]
     count = int(numbers.max()) + 1
     short = conversation.short_prompt
-    before = 0 if short is not None else int((numbers[: turn.start] >= 0).sum())
+    before = 0 if short is not None else int((numbers[: cache.turn.start] >= 0).sum())
     lengths = conversation.prompt_lengths if short is None else short.lengths
     return Kept(
         method=cache.owner.plan.name,

@@ -95,6 +95,5 @@ def _parts(hint: Any) -> tuple[Any, ...] | None:
 
 def inherited_fields(kind: type[Any], base: type[Any]) -> frozenset[str]:
     """Return the fields of a dataclass that it inherits from `base` without redeclaring them."""
-    own = kind.__dataclass_fields__
     of_base = base.__dataclass_fields__
-    return frozenset(name for name, field in own.items() if field is of_base.get(name))
+    return frozenset(name for name, field in kind.__dataclass_fields__.items() if field is of_base.get(name))

@@ -211,8 +211,7 @@ class PrefixStore:
         ids = ids[:seen].copy()
         identity = self._identities.of(sieve)
         with self._lock:
-            rules = cache.conversation.approximate
-            node = Node("", identity, owner, ids, reuse, max(float(seconds), 0.0), pin, rules)
+            node = Node("", identity, owner, ids, reuse, max(float(seconds), 0.0), pin, cache.conversation.approximate)
             node.key = name_of(node)
             if node.key not in self._tiers:
                 known = self._lineage.stretches(cache, node)

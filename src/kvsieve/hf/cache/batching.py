@@ -89,8 +89,7 @@ def _stacked(layers: Sequence[CacheLayer], reserve: int) -> CacheLayer:
 
 
 def _mask(cache: SieveCache) -> Tensor:
-    mask = cache.conversation.mask
-    if mask is not None:
-        return mask
+    if cache.conversation.mask is not None:
+        return cache.conversation.mask
     device = next(layer.store.keys.device for layer in cache.sieve_layers.values())
     return torch.ones(cache.conversation.batch, cache.num_seen, dtype=torch.bool, device=device)

@@ -41,11 +41,10 @@ def take_back(plan: Plan, conversation: Conversation, layers: Sequence[CacheLaye
         InputError: fewer were fed.
         UnsupportedOptionError: the plan or the model acted on them.
     """
-    turn = conversation.turn
     start = conversation.num_seen - count
     if start < 0:
         raise InputError(f"{count} columns are to be taken back, and {conversation.num_seen} were fed")
-    prompt = max(count - turn.decoded, 0)
+    prompt = max(count - conversation.turn.decoded, 0)
     why = _why_not(plan, conversation, layers, count, prompt)
     if why is not None:
         raise UnsupportedOptionError(f"the last {count} columns cannot be taken back: {why}")
@@ -55,19 +54,18 @@ def take_back(plan: Plan, conversation: Conversation, layers: Sequence[CacheLaye
     if conversation.mask is not None:
         conversation.mask = conversation.mask[:, :start]
     conversation.prompt_lengths = tuple(length - prompt for length in conversation.prompt_lengths)
-    turn.decoded -= count - prompt
+    conversation.turn.decoded -= count - prompt
 
 
 def _why_not(
     plan: Plan, conversation: Conversation, layers: Sequence[CacheLayer], count: int, prompt: int
 ) -> str | None:
     """Return a clause why columns cannot be removed, or None; prompt: how many of them are the prompt's."""
-    turn = conversation.turn
     if any(layer.has_state for layer in layers):
         return _RECURRENT
-    if turn.reading or conversation.ends is not None:
+    if conversation.turn.reading or conversation.ends is not None:
         return "a prompt is half-read, or rows have ended before others"
-    if prompt and (plan.roles or turn.start > conversation.num_seen - count):
+    if prompt and (plan.roles or conversation.turn.start > conversation.num_seen - count):
         return f"{prompt} of them are of the prompt, on which {plan.name} has acted"
     if plan.when.steps is not None:
         return f"{plan.name} acts while decoding; call activate_past_recording() before a pass to be taken back"

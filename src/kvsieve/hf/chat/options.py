@@ -25,7 +25,6 @@ _NOT_HERE = {
 def complete_options(options: dict[str, Any], model: Any, tokenizer: Any, stops: frozenset[int]) -> frozenset[int]:
     """Fill in options for generate, and return the end tokens of this answer; stops: the default."""
     config = options.get("generation_config")
-    own = model.generation_config
     if "eos_token_id" in options:
         ends = options["eos_token_id"]
         stops = frozenset([] if ends is None else ends if isinstance(ends, (list, tuple)) else [ends])
@@ -35,7 +34,7 @@ def complete_options(options: dict[str, Any], model: Any, tokenizer: Any, stops:
         options["eos_token_id"] = sorted(stops) or None
     if config is None:
         options.setdefault("do_sample", False)
-    if all(source is None or source.pad_token_id is None for source in (config, own)):
+    if all(source is None or source.pad_token_id is None for source in (config, model.generation_config)):
         pad = tokenizer.pad_token_id
         options.setdefault("pad_token_id", min(stops, default=0) if pad is None else pad)
     if options.get("stop_strings") is not None:

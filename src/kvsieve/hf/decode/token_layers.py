@@ -194,11 +194,10 @@ class TokenLayers:
         choices = self._choices.setdefault(session.cache, {})
         tokens = session.tokens.size
         known = choices.get(tokens)
-        start = session.step.start
         threads = cores.asked_threads()
         if known is None or known.reads is not session.reads or known.threads != threads:
             known = None
-        if known is None or not known.start <= start < known.end:
+        if known is None or not known.start <= session.step.start < known.end:
             known = choices[tokens] = self._asked(session, hidden, threads)
         return known.entries
 

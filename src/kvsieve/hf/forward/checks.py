@@ -131,8 +131,7 @@ def _check_answers(plan: Plan, step: Step, counts: tuple[int, ...]) -> None:
 
 
 def _check_looks_back(plan: Plan, cache: SieveCache, step: Step, counts: tuple[int, ...]) -> None:
-    turn = cache.turn
-    if not step.ends_prompt or not turn.acts or step.start == turn.start or _keeps_all(plan, cache, step):
+    if not step.ends_prompt or not cache.turn.acts or step.start == cache.turn.start or _keeps_all(plan, cache, step):
         return
     for count, length in zip(counts, step.turn_lengths, strict=True):
         needed = min(plan.queries(length), length)

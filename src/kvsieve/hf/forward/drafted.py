@@ -30,10 +30,9 @@ def choose_drafted(
     protected_tokens = cache.conversation.protected
     if propagator is None or scores is None:
         return None
-    device = tokens.token_index.device
     # In the order of the pass, which may differ from that of the columns.
     place = (tokens.token_index - step.turn_start).long().expand(len(scores), -1)
-    shared["drafted"] = scores.to(device).gather(1, place)
+    shared["drafted"] = scores.to(tokens.token_index.device).gather(1, place)
     index = tokens.columns().expand(len(scores), -1)[:, None]
     valid = None if tokens.valid is None else tokens.valid[:, None]
     protected, quotas = (None, None) if protected_tokens is None else protected_tokens.at(index, valid)

@@ -106,10 +106,9 @@ def _real_only(evictor: Evictor, selection: Selection, store: LayerMemory) -> Se
 
 def closed_up(store: LayerMemory, room: int) -> LayerMemory:
     """Remove padding and filler, so that each row's last entries are those of its last tokens."""
-    valid = store.valid
-    if valid is None:
+    if store.valid is None:
         return store
-    return keep(store, pack_ragged(valid.expand(-1, store.heads, -1)), room)
+    return keep(store, pack_ragged(store.valid.expand(-1, store.heads, -1)), room)
 
 
 def _asked(ctx: LayerContext, index: int) -> Tensor | None:

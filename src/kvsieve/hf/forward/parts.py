@@ -123,13 +123,12 @@ class TokenParts:
 
     def _read_alike(self, index: int, layer: SieveLayer, tokens: int) -> bool:
         """Return True if all of the next tokens attend densely, or by reading the same KV rows as a whole."""
-        plan = self._whole.plan
-        if plan.read is None and layer.view is None:
+        if self._whole.plan.read is None and layer.view is None:
             return True
         if self._tokens.valid is not None:
             # KV rows of rows with padding do not grow.
             return False
-        where = plan.read, self._whole.cache, layer, index, self._whole.model.num_layers
+        where = self._whole.plan.read, self._whole.cache, layer, index, self._whole.model.num_layers
         return reading_of(*where, coming=1) is reading_of(*where, coming=tokens)
 
     def _acts_after(self, index: int, layer: SieveLayer, first: int) -> int | None:
@@ -139,13 +138,12 @@ class TokenParts:
         """
         if self._whole.request.on_layer is not None:
             return first
-        size = self._tokens.size
         codec = self._whole.plan.codec
-        if codec is not None and not layer.may_encode(codec, size - first):
+        if codec is not None and not layer.may_encode(codec, self._tokens.size - first):
             codec = None
         if codec is None and self._whole.when.steps is None:
             return None
-        for at in range(first, size):
+        for at in range(first, self._tokens.size):
             stored = at + 1 - first
             if codec is not None and layer.may_encode(codec, stored):
                 return at
@@ -170,11 +168,10 @@ class TokenParts:
 
     def _lengths(self, end: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the tokens seen by each row before column `end`: of the conversation, and of the turn."""
-        step = self._whole.step
         left = [new - row[end - 1] for row, new in zip(self._real, self._whole.tokens.counts, strict=True)]
         lengths, turn_lengths = (
             tuple(length - count for length, count in zip(part, left, strict=True))
-            for part in (step.lengths, step.turn_lengths)
+            for part in (self._whole.step.lengths, self._whole.step.turn_lengths)
         )
         return lengths, turn_lengths
 

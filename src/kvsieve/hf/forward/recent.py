@@ -62,10 +62,9 @@ def aligned(ctx: LayerContext) -> tuple[LayerContext, Tensor | None]:
         return ctx, None
     size = ctx.query.shape[2]
     stored = ctx.keys.shape[2]
-    device = ctx.keys.device
     gaps = [size - count for count in ctx.state[_REAL].tolist()]
-    gap = torch.tensor(gaps).to(device, non_blocking=True)[:, None, None]
-    place = torch.arange(stored + max(gaps), device=device)
+    gap = torch.tensor(gaps).to(ctx.keys.device, non_blocking=True)[:, None, None]
+    place = torch.arange(stored + max(gaps), device=ctx.keys.device)
     # A row of the store, moved to the left by its gap but for the entries of its real queries.
     behind = place >= place.numel() - size + gap
     slots = place - max(gaps) + gap.masked_fill(behind, 0).expand(-1, 1, place.numel())

@@ -50,8 +50,7 @@ class Session(PassState):
             return False
         if self.cache.producers or self.cache.conversation.parallel is not None:
             return False
-        plan = self.plan
-        acts = plan.read is not None or plan.codec is not None or self.when.steps is not None
+        acts = self.plan.read is not None or self.plan.codec is not None or self.when.steps is not None
         return not acts and request.on_layer is None and request.on_leave is None
 
     def attend(self, index: int, layer: StoreLayer, asked: AttentionQueries, key: Tensor, value: Tensor) -> Tensor:
@@ -153,8 +152,7 @@ class Session(PassState):
             add_scores(self.plan.read, self._context(index, layer, asked), layer)
         evictor = self.plan.evict
         on_layer = self.request.on_layer
-        when = self.when
-        observes = when.observes and (self.step.phase == "prefill" or when.steps is not None)
+        observes = self.when.observes and (self.step.phase == "prefill" or self.when.steps is not None)
         if not observes and on_layer is None:
             return
         ctx = self._context(index, layer, asked, out)
@@ -205,16 +203,15 @@ class Session(PassState):
 
     def _reduce(self, index: int, layer: SieveLayer, asked: AttentionQueries, out: Tensor) -> None:
         plan = self.plan
-        turn = self.cache.turn
         prompt = self.step.phase == "prefill"
-        if not prompt or turn.acts:
+        if not prompt or self.cache.turn.acts:
             ctx = self._context(index, layer, asked, out)
             if plan.propagate is not None and self.source is not None and self.step.ends_prompt:
                 propagate(self, index, layer, ctx)
             if plan.evict is not None:
                 evict(plan, ctx, self.cache, self.due)
         if prompt:
-            turn.record.kept[index] = layer.store.entries
+            self.cache.turn.record.kept[index] = layer.store.entries
 
     def leave(self, index: int, hidden: Tensor, given: dict[str, Any]) -> Tensor:
         """Let hidden states [B, L, C] leave layer `index`; those that continue are [B, K, C].

@@ -66,12 +66,11 @@ def attend_stored(
     if few or not role.acts_in(*where):
         _count(record, None, BlockGrid(new, length, role.queries, role.block), asked.query)
         return _densely(record, where[0], asked, store)
-    query = asked.query
     keys = store.keys
     values = store.values
     if store.valid is None:
         return _sparsely(role, (*where, step.is_last_chunk), asked, keys, values, record, shared)
-    groups = query.shape[1] // keys.shape[1]
+    groups = asked.query.shape[1] // keys.shape[1]
     ended = (*where, step.is_last_chunk)
     # Padding sees itself.
     out = values[:, :, -new:].repeat_interleave(groups, 1)
@@ -80,7 +79,7 @@ def attend_stored(
         if not bool(fresh.any()):
             continue
         query_heads = slice(heads.start * groups, heads.stop * groups)
-        part = asked.heads(query_heads).of(real_entries(query[row, query_heads], fresh)[None])
+        part = asked.heads(query_heads).of(real_entries(asked.query[row, query_heads], fresh)[None])
         stored_keys, worth = (real_entries(tensor[row, heads], real)[None] for tensor in (keys, values))
         own = shared.setdefault(("prefill", row, heads.start), {})
         attended = _sparsely(role, ended, part, stored_keys, worth, record, own)[0]

@@ -97,8 +97,7 @@ def stored_entries(store: LayerMemory) -> DenseEntries | FlatEntries | EncodedEn
         return EncodedEntries(cast(PackedStore, store))
     if store.is_ragged:
         ragged = cast(RaggedStore, store)
-        weights = ragged.flat_log_weight
-        return FlatEntries(*ragged.flat, used=store.size, padded=ragged.hides_newest, log_weight=weights)
+        return FlatEntries(*ragged.flat, used=store.size, padded=ragged.hides_newest, log_weight=ragged.flat_log_weight)
     return DenseEntries(store.keys, store.values, store.valid, log_weight=store.log_weight)
 
 
@@ -110,9 +109,8 @@ def count(reading: Reading, store: LayerMemory, reads: Reads, later: int = 0) ->
     later: newest entries, which are those of later tokens.
     """
     entry = store.entry_size(later)
-    grouped = reading.grouped
-    for group, all_of_it in zip(grouped.groups, reading.whole, strict=True):
-        size = grouped.entries(store, group) - later
+    for group, all_of_it in zip(reading.grouped.groups, reading.whole, strict=True):
+        size = reading.grouped.entries(store, group) - later
         if all_of_it:
             reads.read(len(group.row) * size, entry)
             continue

@@ -44,8 +44,7 @@ def _joined(found: list[Any]) -> Any:
 def _length(session: Session, positions: Tensor) -> int:
     """Return the length of the sequence, of the longest row, and record that its tables are used for keys."""
     length = int(positions.max()) + 1
-    turn = session.cache.turn
-    if session.step.phase == "prefill" and turn.length is not None:
-        length = max(length, turn.length)
+    if session.step.phase == "prefill" and session.cache.turn.length is not None:
+        length = max(length, session.cache.turn.length)
     session.cache.conversation.note_tables(length)
     return length

@@ -92,14 +92,13 @@ class AnswerSession(Session):
         cache = self.cache
         size = self.tokens.size
         most = max(counts)
-        conversation = cache.conversation
         turn = cache.turn
         for reads in self.counts[most:]:
             self.reads.add(reads, -1)
         self.reads.tokens -= size - most
         turn.decoded -= size
         turn.record.evicted = set(self.evicted)
-        conversation.take_back(self.step.start, counts, self.tokens.token_index.device)
+        cache.conversation.take_back(self.step.start, counts, self.tokens.token_index.device)
         drops = [size - count for count in counts]
         for index, layer in enumerate(cache.all_layers):
             if index not in self.before and layer.memory is not None:

@@ -27,8 +27,7 @@ def what_ran(plan: Plan, cache: SieveCache) -> tuple[bool, list[str]]:
         return False, ["the plan did not act on this turn's prompt, as asked (reduce=False)"]
     evicted = bool(record.evicted) or (left_whole and cache.turn.reduced_before > 0)
     notes = _idle(plan, record, evicted)
-    blocks = record.blocks
-    if plan.prefill is not None and blocks.computed == blocks.causal:
+    if plan.prefill is not None and record.blocks.computed == record.blocks.causal:
         notes.append(
             "the prompt was read in full: it, or each pass over it, is too short to skip blocks, or all were chosen"
         )

@@ -102,9 +102,8 @@ def check_single_answer(model: Any, options: Mapping[str, Any], otherwise: str =
         beams: accept beams, if the cache is not continued.
     """
     config = options.get("generation_config")
-    own = model.generation_config
     for name in ("num_return_sequences",) if beams else ("num_beams", "num_return_sequences"):
-        inherited = getattr(own if getattr(config, name, None) is None else config, name, None)
+        inherited = getattr(model.generation_config if getattr(config, name, None) is None else config, name, None)
         value = options.get(name, inherited)
         if isinstance(value, int) and value > 1:
             said = who_says(model, options, name).replace("...", str(value))

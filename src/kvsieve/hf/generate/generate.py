@@ -122,9 +122,8 @@ def generate(
         with resuming(resume):
             output = _decode(model, own_generate, (input_ids, ids, mask), cache, clock, asked, answer)
         if reading.progress is not None:
-            turn = cache.turn
             again = 0 if cache.conversation.short_prompt is None else input_ids.shape[1]
-            total = (turn.prompt_end or 0) - turn.start + again
+            total = (cache.turn.prompt_end or 0) - cache.turn.start + again
             reading.progress(total, total)
     sequences = output if isinstance(output, Tensor) else output.sequences
     if cache.conversation.ends is not None:
@@ -133,10 +132,9 @@ def generate(
     note_ends(cache, sequences, len(clock.times), config, criteria=bool(options.get("stopping_criteria")))
     token_s = [after - before for before, after in itertools.pairwise(clock.times)]
     _log.info("%s", stats)
-    seen = cache.num_seen
     columns = input_ids.shape[1]
     ends = frozenset(end_tokens(config))
-    return GenerateResult(sequences, stats, cache, output, token_s, seen, model.tokenizer, columns, ends)
+    return GenerateResult(sequences, stats, cache, output, token_s, cache.num_seen, model.tokenizer, columns, ends)
 
 
 def _decode(

@@ -238,12 +238,11 @@ def stats_of(
     notes += model.facts.tables.notes(cache.conversation.table_lengths, record.reread)
     if answer is not None:
         notes += answer.notes
-    turn_tokens = record.prompt_tokens
     return Stats(
         method=plan.name,
         applied=applied,
         prompt_tokens=record.prompt_tokens,
-        deep_tokens=record.propagated + record.question if record.propagated is not None else turn_tokens,
+        deep_tokens=record.propagated + record.question if record.propagated is not None else record.prompt_tokens,
         kv_entries=kept,
         kv_asked=record.asked,
         kv_bytes=cache.nbytes(),

@@ -193,11 +193,10 @@ class Joining:
         conversation.batch = 1
         cache.begin_turn(self.seen, acts=False)
         ids = self.texts.ids[:, : self.seen]
-        chunk = self.reader.chunk
         kind = self.kind
         feed = None
         if isinstance(kind, SelectiveJoin):
-            chosen = functools.partial(prefill_chosen, self.sieve, cache, ids, entries.layers, kind, chunk)
+            chosen = functools.partial(prefill_chosen, self.sieve, cache, ids, entries.layers, kind, self.reader.chunk)
 
             def feed() -> None:
                 self.spans = chosen()
@@ -210,7 +209,7 @@ class Joining:
             self.spans = choose_asked(self.sieve, cache, self.texts, self.question, entries, kind, self.seen)
         spans = [(self.first, self.seen)] if isinstance(kind, SelectiveJoin) else self.spans
         shift = Shift(self.sieve, self.texts, self.first, self.seen, spans, entries) if kind.shifts else None
-        entries.prefill(self.sieve, cache, ids[0], spans, chunk, done, feed)
+        entries.prefill(self.sieve, cache, ids[0], spans, self.reader.chunk, done, feed)
         if shift is not None:
             shift.apply(entries)
         entries.finish(self.sieve, cache, self.seen)

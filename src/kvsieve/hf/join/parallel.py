@@ -23,7 +23,6 @@ def why_not_parallel(model: AttachedModel) -> str | None:
 
 def record_parallel(cache: SieveCache, texts: JoinTexts, join: ParallelJoin) -> None:
     """Let text after the documents of a cache begin after the longest, and merge attention to them as a join does."""
-    conversation = cache.conversation
     size = sum(texts.sizes)
-    conversation.position_shift = max(texts.sizes) - size
-    conversation.parallel = ParallelDocuments(texts.start, texts.start + size, join.factor)
+    cache.conversation.position_shift = max(texts.sizes) - size
+    cache.conversation.parallel = ParallelDocuments(texts.start, texts.start + size, join.factor)

@@ -152,11 +152,10 @@ class Facts:
     def _keys(self, layer_idx: int, attention: nn.Module) -> tuple[Tensor, Tensor]:
         """[1, H, P, D] keys that the layer makes of one hidden state at the positions int64 [1, P]."""
         device = next((p.device for p in attention.parameters()), self.model.device)
-        dtype = self.model.dtype
         # Weights loaded for each call are not in memory now.
         device = self.model.device if device.type == "meta" else device
         generator = torch.Generator().manual_seed(0)
-        hidden = torch.randn(self.config.hidden_size, generator=generator).to(device, dtype)
+        hidden = torch.randn(self.config.hidden_size, generator=generator).to(device, self.model.dtype)
         positions = torch.tensor([_POSITIONS], device=device)
         hidden = hidden.expand(1, len(_POSITIONS), -1)
         known: dict[str, Any] = {"hidden_states": hidden, "position_ids": positions, "attention_mask": None}

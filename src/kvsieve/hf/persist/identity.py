@@ -33,11 +33,10 @@ def as_json(value: Any, what: str, error: type[Exception]) -> Any:
 
 def model_identity(model: AttachedModel) -> dict[str, Any]:
     """Return a JSON-ready description that distinguishes a model from others."""
-    config = model.model.config
     positions = {name: getattr(model.config, name, None) for name in _POSITIONS}
     return {
-        "id": str(getattr(config, "_name_or_path", "") or ""),
-        "revision": getattr(config, "_commit_hash", None),
+        "id": str(getattr(model.model.config, "_name_or_path", "") or ""),
+        "revision": getattr(model.model.config, "_commit_hash", None),
         "class": type(model.model).__name__,
         "shape": dataclasses.asdict(Fingerprint.of(model.model)),
         "positions": as_json(positions, "the model's configuration", CacheFileError),

@@ -104,10 +104,9 @@ def packed_cache(
         "layers": [packed_layer(layer, index) for index, layer in enumerate(cache.all_layers)],
         "ids": pack(ids, "ids"),
     }
-    tensors = pack.tensors
     for layer in facts["layers"]:
-        tensors.update(layer.pop("tensors"))
-    return json.loads(json.dumps(facts)), tensors
+        pack.tensors.update(layer.pop("tensors"))
+    return json.loads(json.dumps(facts)), pack.tensors
 
 
 def write_cache(
@@ -222,11 +221,10 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
 def made_cache(header: dict[str, Any], tensors: dict[str, Tensor], model: AttachedModel) -> Saved:
     """Return a cache from a header's facts, on the same tensors if they are on the model's device; consumes them."""
     reading = _plan_of_reading(model.plan)
-    device = model.model.device
     cache = model.new_cache()
     if len(cache.layers) != len(header["layers"]):
         raise ValueError("a cache of that version has other layers")
-    conversation = unpacked(header["cache"], tensors, device, reading)
+    conversation = unpacked(header["cache"], tensors, model.model.device, reading)
     if not isinstance(conversation, Conversation) or not isinstance(conversation.turn, Turn):
         raise ValueError("a cache of that version holds other facts")
     cache.conversation = conversation
@@ -244,7 +242,7 @@ def made_cache(header: dict[str, Any], tensors: dict[str, Tensor], model: Attach
             setattr(layer, name, parts[name])
         if layer.has_state:
             layer.set_states(parts["states"])
-    return Saved(cache, unpacked(header["ids"], tensors, device, reading), header["extra"])
+    return Saved(cache, unpacked(header["ids"], tensors, model.model.device, reading), header["extra"])
 
 
 def _plan_of_reading(plan: Plan) -> Plan:

@@ -166,8 +166,7 @@ def _attention(model: AttachedModel, propagator: DraftPropagator, ids: list[int]
     seen = dict[int, Any]()
     with model.drafter.opened() as draft:
         steps = propagator.steps()
-        config = draft.config
-        context = context_of(config)
+        context = context_of(draft.config)
         if context is not None and prompt + steps - 1 > context:
             raise InputError(
                 f"the draft counts {prompt} tokens and drafts {steps - 1} more, and its context is {context}: use a "

@@ -59,7 +59,6 @@ class _CacheBranch:
         compact: Compact | None,
         logits: bool,
     ) -> Tensor | None:
-        model = self._passes.model
         cache = self.cache
         known = cache.conversation.mask
         real = None if real is None or bool(real.all()) else real
@@ -71,10 +70,10 @@ class _CacheBranch:
         cache.conversation.protected = self._passes.cache.conversation.protected if chooses else None
 
         # Every probe pass belongs to the prompt, and only its end evicts.
-        plan = Plan(evict=evict, name=model.plan.name)
+        plan = Plan(evict=evict, name=self._passes.model.plan.name)
         last = evict is not None
         request = PassRequest(plan, "prefill", last_chunk=last, on_layer=observe, before_attention=compact)
-        result = model.feed(cache, ids, mask, request, logits=int(logits))
+        result = self._passes.model.feed(cache, ids, mask, request, logits=int(logits))
         return None if result.logits is None else result.logits[:, -1]
 
 

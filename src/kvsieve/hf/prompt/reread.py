@@ -50,13 +50,12 @@ def forget_other_tables(model: AttachedModel, cache: SieveCache, length: int) ->
 
 def tokens_before_border(model: AttachedModel, cache: SieveCache, most: int) -> int:
     """Return the number of tokens, at most `most`, after a cache before generate would prefill everything again."""
-    tables = model.facts.tables
     conversation = cache.conversation
-    if not tables.depend or not rereads_at_border(model.model):
+    if not model.facts.tables.depend or not rereads_at_border(model.model):
         return most
     used = conversation.table_lengths
     length = conversation.longest
-    return next((count for count in range(most) if not tables.same(used, length + count + 1)), most)
+    return next((count for count in range(most) if not model.facts.tables.same(used, length + count + 1)), most)
 
 
 def crosses(model: AttachedModel, cache: SieveCache) -> bool:

@@ -112,10 +112,9 @@ def read_short_prompt(
 
 def _chosen(token_index: Tensor, selection: Selection) -> tuple[Tensor, Tensor]:
     """Return the chosen of the tokens [B, N], and which are real."""
-    device = token_index.device
-    found = token_index.gather(1, selection.indices.to(device))
+    found = token_index.gather(1, selection.indices.to(token_index.device))
     real = selection.real()
-    return found, torch.ones_like(found, dtype=torch.bool) if real is None else real.to(device)
+    return found, torch.ones_like(found, dtype=torch.bool) if real is None else real.to(token_index.device)
 
 
 def _plan_after(plan: Plan) -> Plan:

@@ -148,7 +148,6 @@ def memory_at(
     """
     if plan.shortens_prompt:
         raise PlanError(f"advise does not know what {plan.name!r} stores at another context; use `kvsieve eval`")
-    model = evaluator.model
     total = 0
     shapes = shapes_of(evaluator.model)
     for index, shape in enumerate(shapes[:layers]):
@@ -160,7 +159,7 @@ def memory_at(
             aside = context - entries
         elif index in kept and plan.evict is not None:
             entries = min(entries, fmean(kept[index]) * plan.evict.entries(context, NEW_TOKENS))
-        total += layer_bytes(plan, shape, model.dtype.itemsize, entries, aside=aside)
+        total += layer_bytes(plan, shape, evaluator.model.dtype.itemsize, entries, aside=aside)
     return total
 
 

@@ -142,11 +142,10 @@ def advise(
     settings, left_out = candidates(evaluator, options)
     per_part = options.samples * material.per_task * len(material.tasks)
     found = pace(evaluator, options.measure_at or options.context)
-    batch = evaluator.batch
     count = evaluator.prompter.count
-    length = material.longest(chosen_length(options, settings, per_part, found, batch), count)
+    length = material.longest(chosen_length(options, settings, per_part, found, evaluator.batch), count)
     if announce is not None:
-        announce(length, forecast(options, settings, per_part, length, found, batch))
+        announce(length, forecast(options, settings, per_part, length, found, evaluator.batch))
     first = material.drawn(0, options.samples, length, options.seed, count)
     held_out = material.drawn(1, options.samples, length, options.seed, count)
     probes = material.probe_samples(options.samples, length, options.seed, count)
@@ -249,11 +248,10 @@ def _survival(
     found: dict[str, dict[float, tuple[str, bool]]] = {task: {} for task in lost}
     others = [candidate.setting for candidate in measured if candidate.setting.label == recommended.label]
     if share is not None and "budget" in recommended.parameters:
-        model = evaluator.model
         tokenizer = evaluator.prompter.tokenizer
         known = {other.budget for other in others}
         larger = [{**recommended.given, "budget": budget} for budget in _LARGER if budget not in known]
-        extra = [setting(recommended.method, parameters).for_model(model, tokenizer) for parameters in larger]
+        extra = [setting(recommended.method, parameters).for_model(evaluator.model, tokenizer) for parameters in larger]
         extra = [candidate for candidate in extra if _share(candidate) > share]
         full = measured[0].setting
         samples = [sample for sample in drawn if sample.task in lost]

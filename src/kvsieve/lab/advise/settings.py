@@ -30,7 +30,6 @@ def candidates(evaluator: Evaluator, options: AdviceOptions) -> tuple[list[Metho
     """
     too_large: list[tuple[int, str]] = []
     model = evaluator.model
-    tokenizer = evaluator.prompter.tokenizer
     found = [setting(FULL, {})]
     left_out = []
     for method, given in crossed(options.methods, options.codecs, options.rests, options.prefills):
@@ -39,7 +38,7 @@ def candidates(evaluator: Evaluator, options: AdviceOptions) -> tuple[list[Metho
         try:
             budgets = _budgets(evaluator, options, method, given)
             parameters = [_without_binding_floor(method, {**given, **budget}, options.context) for budget in budgets]
-            settings = [setting(method, chosen).for_model(model, tokenizer) for chosen in parameters]
+            settings = [setting(method, chosen).for_model(model, evaluator.prompter.tokenizer) for chosen in parameters]
             for one in settings:
                 check_model(model, one.plan)
                 least_memory_at(evaluator, one.plan, options.context)
@@ -48,11 +47,10 @@ def candidates(evaluator: Evaluator, options: AdviceOptions) -> tuple[list[Metho
                 raise
             left_out.append(f"{method}: {error}")
             continue
-        limit = options.limits.memory
         for one in settings:
             # The entries missing in deep layers are known only by measuring.
             bytes_there = certain_memory_at(evaluator, one.plan, options.context)
-            if limit is not None and bytes_there > limit:
+            if options.limits.memory is not None and bytes_there > options.limits.memory:
                 too_large.append((bytes_there, f"{one.label} {one.budget or ''}"))
             else:
                 found.append(one)

@@ -139,16 +139,14 @@ class Parts:
 
     def _answers(self, references: Sequence[ReferenceAnswer]) -> None:
         """Find the smallest budget from which SnapKV, as chosen, gives full KV's answer, token by token."""
-        budgets = self.options.budgets
         pooled = self.pooled
         found = []
         for reference in references:
             self._step("testing answers")
-            ids = reference.ids
             length = reference.ids.shape[1]
-            tested = [budget for budget in budgets if pooled.window < Budget.parse(budget).entries(length)]
+            tested = [budget for budget in self.options.budgets if pooled.window < Budget.parse(budget).entries(length)]
             evictors = [replace(pooled, budget=Budget.parse(budget)) for budget in tested]
-            shared = read_shared(self.model, None, ids, torch.ones_like(ids), window=pooled.window)
+            shared = read_shared(self.model, None, reference.ids, torch.ones_like(reference.ids), window=pooled.window)
             same = pooling.agreement(self.model, shared, evictors, reference.answer)
             wrong = max((index for index, share in enumerate(same) if share < 1), default=-1)
             found.append(
@@ -160,7 +158,7 @@ class Parts:
                     "from": tested[wrong + 1] if wrong + 1 < len(tested) else None,
                 }
             )
-        self.measured["answers"] = {"budgets": list(budgets), "prompts": found}
+        self.measured["answers"] = {"budgets": list(self.options.budgets), "prompts": found}
 
     def _queries(self, references: Sequence[ReferenceAnswer], held_out: Prompt) -> None:
         """Run prompts with their answers and collect the queries of every layer."""

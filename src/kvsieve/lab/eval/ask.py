@@ -180,14 +180,13 @@ class Asker:
             entries, _ = entries_after_prompt(state.cache)
             kv_bytes = state.cache.nbytes()
             (answer,) = evaluator.decode(state, self.limit, tell)
-            stops = evaluator.prompter.stops
             times = answer.times
             answers.append(
                 DocumentAnswer(
                     question=number,
                     method=label,
                     text=answer.text.strip(),
-                    tokens=[token for token in answer.tokens if token not in stops],
+                    tokens=[token for token in answer.tokens if token not in evaluator.prompter.stops],
                     first_token_s=times[0] - began,
                     per_token_s=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
                     kv_bytes=kv_bytes,

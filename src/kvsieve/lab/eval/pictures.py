@@ -43,7 +43,6 @@ def _wanted(results: Results) -> Iterator[Wanted]:
     parts = cells(results.samples)
     costs = cost_cells(results.costs)
     look = looks(results.labels)
-    titles = results.tasks
     means = task_means(parts)
     groups = sorted(distinct((cell.length, cell.question) for cell in parts), key=lambda g: (-g[0], g[1] != "visible"))
     for length, question in groups:
@@ -55,7 +54,7 @@ def _wanted(results: Results) -> Iterator[Wanted]:
         yield (f"accuracy-{end}", "accuracy", f"Score by budget: {what}",
                f"One panel per task: score against budget for each method, with 95% intervals; {what}. "
                "The tables hold the same numbers.",
-               partial(plots.accuracy_by_budget, group, titles, look))  # fmt: skip
+               partial(plots.accuracy_by_budget, group, results.tasks, look))  # fmt: skip
         yield (f"tradeoff-{end}", "tradeoff", f"Mean score against cost: {what}",
                f"Mean score over tasks against KV memory, time per token and time to first token; {what}. "
                "A line joins the best scores for their cost.",
