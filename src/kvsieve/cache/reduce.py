@@ -50,10 +50,7 @@ def reduce(store: PackedParts, stays: Tensor, reserve: int) -> None:
 
 
 def quantize_evicted(store: PackedParts, selection: Selection, reserve: int, asked: Tensor | None = None) -> None:
-    """Encode unselected slots instead of dropping them; earlier ones stay encoded.
-
-    asked: as in `BlockPool.encode`.
-    """
+    """Encode unselected slots instead of dropping them; earlier ones stay encoded. asked: as in `BlockPool.encode`."""
     rest = store.bodies[0]
     stays = selected(store, selection)
     valid = store.valid

@@ -97,10 +97,7 @@ def as_full(differs_at: int | None) -> str:
 
 
 def row(result: dict[str, Any], full: dict[str, Any] | None, first: str = "TTFT s") -> dict[str, str]:
-    """Return a row of the table: cells by header. "as full" needs full KV.
-
-    first: header of the time to first token.
-    """
+    """Return a row of the table: cells by header. "as full" needs full KV. first: header of the time to first token."""
     stats = result["stats"]
     cells = {
         "prompt tokens": str(stats.prompt_tokens),

@@ -155,11 +155,7 @@ def attached(
 
 
 class _DraftModels:
-    """Draft models of an attached one, each under an empty plan.
-
-    Args:
-        stack: of the attached model's block.
-    """
+    """Draft models of an attached one, each under an empty plan. stack: of the attached model's block."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._stack = stack

@@ -14,11 +14,7 @@ _PRINTED = ("'type': 'text'", '"type": "text"')
 
 
 class ParsedArguments(dict[str, Any]):
-    """Arguments of a tool call as an object, with their text.
-
-    Attributes:
-        text: as written by the model.
-    """
+    """Arguments of a tool call as an object, with their text, as written by the model."""
 
     def __init__(self, values: Mapping[str, Any], text: str) -> None:
         super().__init__(values)

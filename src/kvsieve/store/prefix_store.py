@@ -47,10 +47,7 @@ class Found:
 
 
 class PrefixStore:
-    """Prefix cache: prefills a common prompt prefix once; docs/chats.md.
-
-    Thread-safe.
-    """
+    """Prefix cache: prefills a common prompt prefix once; docs/chats.md. Thread-safe."""
 
     def __init__(
         self,

@@ -20,12 +20,7 @@ class Replacement:
     """
 
     def __init__(self, saves: Callable[[Node], float], size: Callable[[Node], int]) -> None:
-        """Start empty.
-
-        Args:
-            saves: seconds that a node saves.
-            size: bytes freed by removing it.
-        """
+        """Start empty. saves: seconds that a node saves; size: bytes freed by removing it."""
         self._saves = saves
         self._size = size
         self._level, self._numbers = 0.0, itertools.count()

@@ -144,11 +144,7 @@ def _repeats(staged: Tensor, repeated: Tensor) -> int:
 
 
 class SieveLayer(StoreLayer):
-    """All entries of one layer, except those that the plan drops.
-
-    Attributes:
-        state: methods' state of the layer.
-    """
+    """All entries of one layer, except those that the plan drops. state: methods' state of the layer."""
 
     is_growing = True
     saved = ("state", "view", "num_seen")

@@ -54,10 +54,7 @@ class Scattered(Propagator, heads="all", query_aware=False):
 
 @dataclass(frozen=True, eq=False)
 class _Given(Scattered, heads="all", query_aware=False):
-    """Lets the tokens of given columns pass all layers.
-
-    columns: int64 [L], counted from the pass's first one.
-    """
+    """Lets the tokens of given columns pass all layers. columns: int64 [L], counted from the pass's first one."""
 
     columns: Tensor
 

@@ -89,11 +89,7 @@ def _converted(tokenizer: Any, size: int) -> Any:
 
 
 class CompiledGrammar:
-    """A grammar compiled for a tokenizer.
-
-    Attributes:
-        vocabulary: of the tokenizer.
-    """
+    """A grammar compiled for a tokenizer. vocabulary: of the tokenizer."""
 
     def __init__(self, vocabulary: Vocabulary, grammar: Grammar) -> None:
         self.vocabulary = vocabulary
@@ -195,11 +191,7 @@ class Matcher:
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Restricts the next tokens of answers to their grammars.
-
-    Attributes:
-        matchers: one per row.
-    """
+    """Restricts the next tokens of answers to their grammars. matchers: one per row."""
 
     def __init__(self, matchers: Sequence[Matcher] = ()) -> None:
         self.matchers = list(matchers)

@@ -105,11 +105,7 @@ class KeptTokens:
 
     @functools.cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """Text of the tokens.
-
-        Raises:
-            InputError: no tokenizer is known.
-        """
+        """Text of the tokens. Raises InputError if no tokenizer is known."""
         if self.tokenizer is None:
             raise InputError(
                 "the text of tokens needs the tokenizer: attach(model, plan, tokenizer=tokenizer), or "

@@ -23,11 +23,7 @@ _SHORT = 2
 
 
 class RotaryTables:
-    """The tables of one model.
-
-    Attributes:
-        module: computes them; None if the model has none of its own.
-    """
+    """The tables of one model. module: computes them; None if the model has none of its own."""
 
     def __init__(self, model: Any) -> None:
         self.config = text_config(model)

@@ -80,10 +80,7 @@ def chosen_length(
 def forecast(
     options: AdviceOptions, settings: Sequence[MethodSetting], samples: int, length: int, found: Pace, batch: int
 ) -> float:
-    """Return the seconds that the measurement may take, within a factor of about two.
-
-    samples: of one part.
-    """
+    """Return the seconds that the measurement may take, within a factor of about two. samples: of one part."""
     plans = [one.plan for one in settings]
     alone = sum(3 if plan.probes else 1 for plan in plans if not plan.acts_once)
     readings = alone + len({plan.propagate for plan in plans if plan.acts_once})

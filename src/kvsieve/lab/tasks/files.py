@@ -26,12 +26,7 @@ _SIGNS = {
 
 @dataclass(frozen=True)
 class FileRow:
-    """A checked row of a file.
-
-    Attributes:
-        line: its number, from 1.
-        values: by field.
-    """
+    """A checked row of a file. line: its number, from 1; values: by field."""
 
     file: Path
     line: int

@@ -85,10 +85,7 @@ SUBSETS = tuple(_KINDS)
 
 
 class SCBench:
-    """A subset of SCBench as a task.
-
-    Rows of a file are checked at once, those of the hub one by one on access.
-    """
+    """A subset of SCBench as a task. Rows of a file are checked at once, those of the hub one by one on access."""
 
     def __init__(self, subset: str, source: str | Path | None = None, mode: str = "multi-turn") -> None:
         """Read the rows.
