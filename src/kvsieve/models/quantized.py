@@ -67,6 +67,7 @@ class _InBlocks(nn.Module):
     """A layer with its weight in blocks."""
 
     matrix: QuantizedMatrix
+    dtype: torch.dtype
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
@@ -83,6 +84,10 @@ class _InBlocks(nn.Module):
         if numbers is not None:
             destination[f"{prefix}weight"] = numbers
         super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self.dtype = _dtype_after(fn, self.dtype)
+        return super()._apply(fn, recurse)
 
 
 class QuantizedLinear(_InBlocks, nn.Linear):
@@ -132,10 +137,6 @@ class QuantizedLinear(_InBlocks, nn.Linear):
             return True
         return torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        self.dtype = _dtype_after(fn, self.dtype)
-        return super()._apply(fn, recurse)
-
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.matrix.kind}"
 
@@ -169,10 +170,6 @@ class QuantizedEmbedding(_InBlocks, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """Return the embeddings [..., D] of token ids [...]."""
         return self.matrix.rows(input.flatten(), self.dtype).view(*input.shape, -1)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        self.dtype = _dtype_after(fn, self.dtype)
-        return super()._apply(fn, recurse)
 
 
 class ScaledEmbedding(QuantizedEmbedding):

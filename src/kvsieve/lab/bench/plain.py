@@ -56,12 +56,12 @@ def read_and_decode(
         out = model(fed, attention_mask=seen, position_ids=positions[:, start:end], logits_to_keep=1, **{_CACHE: cache})
         return out.logits[:, -1].argmax(-1, keepdim=True)
 
-    _wait(ids)
+    wait(ids)
     began = time.perf_counter()
     with reading or contextlib.nullcontext():
         for start in range(0, length, chunk or length):
             token = step(ids[:, start : start + (chunk or length)], start)
-    _wait(ids)
+    wait(ids)
     chosen = time.perf_counter()
     if first is not None:
         first()
@@ -70,7 +70,7 @@ def read_and_decode(
     started = time.perf_counter()
     for at in range(length, length + new_tokens - 1):
         tokens.append(step(tokens[-1], at))
-    _wait(ids)
+    wait(ids)
     tpot = (time.perf_counter() - started) / (new_tokens - 1)
     kv_bytes = held_bytes(cache)
     # From one entry more than after the prompt to those at the end.
@@ -89,6 +89,6 @@ def held_bytes(cache: Any) -> int:
     return total
 
 
-def _wait(tensor: Tensor) -> None:
+def wait(tensor: Tensor) -> None:
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)

@@ -18,6 +18,7 @@ from kvsieve.hf.compat import decoder_of, layers_of
 from kvsieve.kernels.cpu import products, quantized
 from kvsieve.kernels.cpu.quantized import QuantizedMatrix
 from kvsieve.lab.bench.geometry import Geometry
+from kvsieve.lab.bench.plain import wait
 from kvsieve.models.quantized import matrices_of
 
 # Weights read in one go, beyond the size of caches; and rows of a large product.
@@ -143,17 +144,12 @@ def _best_seconds(run: Any, on: Tensor) -> float:
     spent = 0.0
     runs = 0
     while runs < 3 or (spent < LEAST_SECONDS and runs < 50):
-        _wait(on)
+        wait(on)
         began = time.perf_counter()
         run()
-        _wait(on)
+        wait(on)
         took = time.perf_counter() - began
         best = min(best, took)
         spent = spent + took
         runs = runs + 1
     return best
-
-
-def _wait(tensor: Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MIB = 2**20
-_LEGEND_WIDTH = 2.7
-_FRONTIER_COLOUR = "#8a8a8a"
+LEGEND_WIDTH = 2.7
+FRONTIER_COLOUR = "#8a8a8a"
+BEST = "best score for its cost"
 
 
 def accuracy_by_budget(parts: Sequence[Cell], titles: Mapping[str, str], style: Mapping[str, Look]) -> Figure:
@@ -29,7 +30,7 @@ def accuracy_by_budget(parts: Sequence[Cell], titles: Mapping[str, str], style: 
     columns = min(3, len(tasks))
     rows = -(-len(tasks) // columns)
     height = max(0.6 + 2.05 * rows, legend_height(labels), 2.9)
-    figure = new_figure((2.75 if columns > 1 else 4.6) * columns + _LEGEND_WIDTH, height)
+    figure = new_figure((2.75 if columns > 1 else 4.6) * columns + LEGEND_WIDTH, height)
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     places = budget_places(budgets_of(parts)) or {"": 0.0}
     handles: dict[str, object] = {}
@@ -90,8 +91,6 @@ def trade_off(means: Sequence[Cell], costs: Sequence[CostCell], style: Mapping[s
 
     means, costs: of one length and question mode. Without costs the share of KV entries is used for memory.
     """
-    from matplotlib.lines import Line2D
-
     by_run = {(cell.label, cell.budget): cell for cell in costs}
     axes_wanted = (("KV memory (MiB)", "kv_bytes", 1 / MIB), ("time per output token, median (ms)", "tpot_s", 1e3),
                    ("time to first token, median (s)", "ttft_s", 1.0))  # fmt: skip
@@ -104,20 +103,33 @@ def trade_off(means: Sequence[Cell], costs: Sequence[CostCell], style: Mapping[s
     if not panels:
         panels = [("KV entries kept (%)", [(c, 100 * c.kv_share) for c in means if c.kv_share is not None])]
     labels = [label for label in style if any(cell.label == label for cell in means)]
-    names = [*labels, "best score for its cost"]
-    figure = new_figure(2.9 * len(panels) + _LEGEND_WIDTH, max(3.5, legend_height(names)))
+    figure = new_figure(2.9 * len(panels) + LEGEND_WIDTH, max(3.5, legend_height([*labels, BEST])))
     grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)
     for panel, (title, points) in zip(grid.flat, panels, strict=True):
         _scatter(panel, points, style, budgets_of(means))
         panel.set_xlabel(title)
     grid[0][0].set_ylabel("mean score over tasks (%)")
+    add_run_legend(figure, labels, style, BEST)
+    return figure
+
+
+def add_run_legend(figure: Figure, labels: Sequence[str], style: Mapping[str, Look], best: str) -> None:
+    """Add a legend of the points of runs, and of the line that joins the best ones, by that name."""
+    from matplotlib.lines import Line2D
+
     handles: list[object] = [
         Line2D([], [], color=style[n].colour, marker=style[n].marker, linestyle="", markersize=8 if n == FULL else 6)
         for n in labels
     ]
-    handles.append(Line2D([], [], color=_FRONTIER_COLOUR, linewidth=1.2))
-    add_legend(figure, handles, names)
-    return figure
+    handles.append(Line2D([], [], color=FRONTIER_COLOUR, linewidth=1.2))
+    add_legend(figure, handles, [*labels, best])
+
+
+def scale_costs(axes: Axes, xs: Sequence[float]) -> None:
+    """Give the axis of costs a logarithmic scale if they differ much."""
+    if xs and min(xs) > 0 and max(xs) / min(xs) > 6:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 def _scatter(
@@ -125,17 +137,14 @@ def _scatter(
 ) -> None:
     limits: list[str | None] = [budget for budget in budgets if budget is not None]
     sizes = {budget: 22.0 + 18.0 * place for place, budget in enumerate(limits)}
-    xs = [x for _, x in points]
-    if points and min(xs) > 0 and max(xs) / min(xs) > 6:
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    scale_costs(axes, [x for _, x in points])
     for cell, x in points:
         look = style[cell.label]
         axes.scatter(x, 100 * cell.score, s=sizes.get(cell.budget, 110), color=look.colour, marker=look.marker,
                      linewidths=0.5, edgecolors="white", zorder=3)  # fmt: skip
     best = frontier([(x, cell.score) for cell, x in points])
     axes.step([points[i][1] for i in best], [100 * points[i][0].score for i in best], where="post",
-              color=_FRONTIER_COLOUR, linewidth=1.2, zorder=2)  # fmt: skip
+              color=FRONTIER_COLOUR, linewidth=1.2, zorder=2)  # fmt: skip
     axes.margins(x=0.12)
     _percent_grid(axes)
     axes.set_ylim(-3, 109)
@@ -220,7 +229,7 @@ def fidelity(means: Sequence[Cell], style: Mapping[str, Look]) -> Figure:
 
     places = budget_places(budgets_of(means)) or {"": 0.0}
     labels = [label for label in style if label != FULL and any(cell.label == label for cell in means)]
-    figure = new_figure(8.0 + _LEGEND_WIDTH, max(3.3, legend_height(labels)))
+    figure = new_figure(8.0 + LEGEND_WIDTH, max(3.3, legend_height(labels)))
     left, right = figure.subplots(1, 2)
     for label in labels:
         cells = [cell for cell in means if cell.label == label]

@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING
 from kvsieve.lab.eval.aggregate import Cell, CostCell, task_means
 from kvsieve.lab.eval.comparison import Compared
 from kvsieve.lab.eval.pictures import Wanted, drawn
-from kvsieve.lab.eval.plots import MIB, frontier
+from kvsieve.lab.eval.plots import FRONTIER_COLOUR, LEGEND_WIDTH, MIB, add_run_legend, frontier, scale_costs
 from kvsieve.report.labels import FULL, budget_order, distinct
 from kvsieve.report.pictures import Picture
-from kvsieve.report.plot_style import Look, add_legend, legend_height, looks, new_figure, wrap
+from kvsieve.report.plot_style import Look, legend_height, looks, new_figure, wrap
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LEGEND_WIDTH = 2.7
-_FRONTIER_COLOUR = "#8a8a8a"
 _COLUMNS = 4
+_BEST = "best for its cost"
 
 
 @dataclass(frozen=True)
@@ -157,15 +156,12 @@ def _points(entry: Compared, means: Sequence[Cell], cost: Cost, measure: str, na
 
 
 def _draw(panels: Sequence[_Panel], look: Mapping[str, Look], measure: str) -> Figure:
-    from matplotlib.lines import Line2D
-
     shown = {point.name for panel in panels for point in panel.points}
     labels = [label for label in look if label in shown]
-    names = [*labels, "best for its cost"]
     columns = min(_COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
-    width = (2.9 if columns > 1 else 4.2) * columns + _LEGEND_WIDTH
-    figure = new_figure(width, max(0.4 + 2.5 * rows, legend_height(names), 3.0))
+    width = (2.9 if columns > 1 else 4.2) * columns + LEGEND_WIDTH
+    figure = new_figure(width, max(0.4 + 2.5 * rows, legend_height([*labels, _BEST]), 3.0))
     grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
     budgets = distinct(point.budget for panel in panels for point in panel.points if point.budget)
     sizes = {budget: 22.0 + 14.0 * place for place, budget in enumerate(sorted(budgets, key=budget_order))}
@@ -176,21 +172,13 @@ def _draw(panels: Sequence[_Panel], look: Mapping[str, Look], measure: str) -> F
             axes.set_visible(False)
     for row in grid:
         row[0].set_ylabel("KL to full KV (nats)" if measure == "kl" else "mean score (%)")
-    handles: list[object] = [
-        Line2D([], [], color=look[n].colour, marker=look[n].marker, linestyle="", markersize=8 if n == FULL else 6)
-        for n in labels
-    ]
-    handles.append(Line2D([], [], color=_FRONTIER_COLOUR, linewidth=1.2))
-    add_legend(figure, handles, names)
+    add_run_legend(figure, labels, look, _BEST)
     return figure
 
 
 def _panel(axes: Axes, panel: _Panel, look: Mapping[str, Look], sizes: Mapping[str | None, float], lower: bool) -> None:
     points = panel.points
-    xs = [point.x for point in points]
-    if xs and min(xs) > 0 and max(xs) / min(xs) > 6:
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    scale_costs(axes, [point.x for point in points])
     for point in points:
         size = sizes.get(point.budget, 110.0)
         axes.scatter(point.x, point.y, s=size, color=look[point.name].colour, marker=look[point.name].marker,
@@ -200,7 +188,7 @@ def _panel(axes: Axes, panel: _Panel, look: Mapping[str, Look], sizes: Mapping[s
         axes.plot([point.x for point in line], [point.y for point in line], color=look[name].colour, linewidth=0.6,
                   alpha=0.5, zorder=1.5)  # fmt: skip
     best = frontier([(point.x, -point.y if lower else point.y) for point in points])
-    axes.step([points[i].x for i in best], [points[i].y for i in best], where="post", color=_FRONTIER_COLOUR,
+    axes.step([points[i].x for i in best], [points[i].y for i in best], where="post", color=FRONTIER_COLOUR,
               linewidth=1.2, zorder=2)  # fmt: skip
     axes.margins(x=0.1)
     if lower:

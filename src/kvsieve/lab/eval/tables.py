@@ -268,15 +268,7 @@ def _tail(cell: CostCell, quantity: str, scale: float) -> str:
 
 def significant(value: float) -> str:
     """Return three digits, without an exponent."""
-    return (
-        f"{value:.0f}"
-        if value >= 100
-        else f"{value:.1f}"
-        if value >= 10
-        else f"{value:.2f}"
-        if value >= 1
-        else f"{value:.3f}"
-    )
+    return f"{value:.{sum(value < least for least in (100, 10, 1))}f}"
 
 
 def _metrics(parts: Sequence[Cell], titles: dict[str, str], length: int, question: str) -> Table | None:

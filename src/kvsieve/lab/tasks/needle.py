@@ -14,45 +14,47 @@ from kvsieve.lab.tasks.scoring import digits, match_all
 DEPTHS = 11
 
 
-@dataclass(frozen=True)
-class Needle(Generated):
-    """A seven-digit number at depths 0, 10, ... 100%, in turn."""
+class _Hidden(Generated):
+    """A fact at depths 0, 10, ... 100%, in turn."""
 
-    name: str = "needle"
-    title: str = "Needle in a haystack"
+    def fact(self, rng: random.Random) -> tuple[str, QuestionAnswer]:
+        raise NotImplementedError
 
     def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
         depth = index % DEPTHS / (DEPTHS - 1)
         start = rng.random()
-        code = str(rng.randrange(10**6, 10**7))
-        turn = QuestionAnswer(
-            "What is the special magic number of the lighthouse mentioned in the text above?", (code,), match_all, 28
-        )
+        fact, turn = self.fact(rng)
 
         def make(words: int) -> Sample:
-            fact = f"The special magic number of the lighthouse is {code}."
             return Sample(hide(passage(self.text, start, words), [fact], [depth]), (turn,), meta={"depth": depth})
 
         return fit(make, count, length, self.name)[0]
 
 
 @dataclass(frozen=True)
-class PassKey(Generated):
+class Needle(_Hidden):
+    """A seven-digit number."""
+
+    name: str = "needle"
+    title: str = "Needle in a haystack"
+
+    def fact(self, rng: random.Random) -> tuple[str, QuestionAnswer]:
+        code = str(rng.randrange(10**6, 10**7))
+        question = "What is the special magic number of the lighthouse mentioned in the text above?"
+        return f"The special magic number of the lighthouse is {code}.", QuestionAnswer(
+            question, (code,), match_all, 28
+        )
+
+
+@dataclass(frozen=True)
+class PassKey(_Hidden):
     """A 64-digit number, given twice: long enough to show eviction."""
 
     name: str = "passkey64"
     title: str = "64-digit passkey"
 
-    def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
-        depth = index % DEPTHS / (DEPTHS - 1)
-        start = rng.random()
+    def fact(self, rng: random.Random) -> tuple[str, QuestionAnswer]:
         key = str(rng.randrange(1, 10)) + "".join(str(rng.randrange(10)) for _ in range(63))
-        turn = QuestionAnswer(
-            "What is the pass key mentioned in the text above?", (key,), digits, 80, prefix="The pass key is"
-        )
-
-        def make(words: int) -> Sample:
-            fact = f"The pass key is {key}. Remember it: {key} is the pass key."
-            return Sample(hide(passage(self.text, start, words), [fact], [depth]), (turn,), meta={"depth": depth})
-
-        return fit(make, count, length, self.name)[0]
+        question = "What is the pass key mentioned in the text above?"
+        turn = QuestionAnswer(question, (key,), digits, 80, prefix="The pass key is")
+        return f"The pass key is {key}. Remember it: {key} is the pass key.", turn
