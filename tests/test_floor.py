@@ -17,9 +17,8 @@ from kvsieve.planning.budget import Budget
 from kvsieve.planning.named import plan_without_floor
 from kvsieve.planning.turns import render, token_ids
 from paths import COMMANDS, SERVED, Ask, answer, plain, words
-from small import fill, plan_of, stored
-from tiny import greedy
-from tiny_models import build
+from small import plan_of, stored
+from tiny import greedy, tiny_model
 
 NAMES = kvsieve.list_methods()
 TAKE_SHARES = [name for name in NAMES if kvsieve.method_info(name).takes_floor]
@@ -27,9 +26,8 @@ OPTIONS = greedy()
 SHORT, LONG = 30, 160
 
 
-@functools.cache
 def model():
-    return fill(build("llama", dtype=torch.float64))
+    return tiny_model(filled=True)
 
 
 def prompts(*lengths, seed=0):

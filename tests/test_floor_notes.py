@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
 import httpx
 import pytest
-import torch
 
 import kvsieve
 from kvsieve.errors import PlanError
 from kvsieve.planning.budget import percent_doubt
 from paths import Ask, serving, words
-from small import fill
-from tiny_models import build
+from tiny import tiny_model
 from toy_chats import chat_tokenizer
 
 BLIND = "snapkv chose what to keep before it knew this turn's question"
@@ -21,9 +17,8 @@ DOUBT = "budget 20 keeps 20 entries; for a share write 20%"
 SNAPKV = {"window": 4, "kernel": 3, "paper": True}
 
 
-@functools.cache
 def model():
-    return fill(build("llama", dtype=torch.float64))
+    return tiny_model(filled=True)
 
 
 def turn_notes(plan, *messages):

@@ -16,12 +16,12 @@ from kvsieve.errors import InputError
 from masked_paths import CARRIED, MASKED, asks
 from paths import PATHS, Ask, answer, plain, words
 from small import fill, longrope_factors
+from tiny import tiny_model
 from tiny_models import build
 
 
-@functools.cache
 def llama():
-    return fill(build("llama", dtype=torch.float64))
+    return tiny_model(filled=True)
 
 
 @functools.cache

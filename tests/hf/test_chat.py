@@ -18,7 +18,7 @@ from kvsieve.hf.forward import passes as sessions
 from kvsieve.planning.turns import Turns, render
 from tiny_models import build
 from toy_chats import MOVING, chat_tokenizer, template
-from toy_words import word_tokenizer
+from toy_words import word_tokenizer, words
 
 # Special tokens are not in an answer's text, so without them it can be written again.
 PLAIN = {"suppress_tokens": [0, 1, 2], "max_new_tokens": 9}
@@ -47,11 +47,6 @@ def tokenizer():
 def full(model):
     with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
         yield sieve
-
-
-def words(seed: int, count: int = 25) -> str:
-    made = torch.Generator().manual_seed(seed)
-    return " ".join(f"w{each}" for each in torch.randint(0, 80, (count,), generator=made).tolist())
 
 
 def contents(cache):

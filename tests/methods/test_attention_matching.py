@@ -14,6 +14,7 @@ from kvsieve.errors import PlanError
 from kvsieve.methods import AttentionMatching
 from kvsieve.shared.prompt import answer_logits
 from layers import context
+from scored import read
 from tiny import greedy, padded_prompt
 
 PADDING = 9
@@ -25,11 +26,6 @@ LOWER = torch.tensor(-3.0, dtype=torch.float64).exp()
 @pytest.fixture(scope="module")
 def prompts():
     return padded_prompt(53, PADDING, seed=0)
-
-
-def read(model, plan, ids, mask=None, **options):
-    with kvsieve.attach(model, plan) as sieve:
-        return sieve.prefill(ids, torch.ones_like(ids) if mask is None else mask, **options)
 
 
 def naive(query, keys, values, scale, kept):

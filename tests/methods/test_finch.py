@@ -13,6 +13,7 @@ from kvsieve.errors import PlanError, UnsupportedModelError, UnsupportedOptionEr
 from kvsieve.hf.compat import CACHE
 from kvsieve.methods import Finch
 from layers import context
+from rotating import turned
 from spying import seen_by_attention, softmax_rows
 from tiny import greedy, padded_prompt
 from tiny_models import build
@@ -26,15 +27,6 @@ LOGITS = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
 @pytest.fixture(scope="module")
 def prompts():
     return padded_prompt(53, PADDING, seed=2)
-
-
-def turned(model, keys, moves):
-    """keys [n, D] moved by `moves` [n] positions: the rotary embedding from its definition."""
-    half = keys.shape[1] // 2
-    theta = model.config.rope_parameters["rope_theta"]
-    angles = torch.tensor(moves)[:, None].double() * theta ** (-torch.arange(half).double() / half)
-    one, two = keys[:, :half], keys[:, half:]
-    return torch.cat([one * angles.cos() - two * angles.sin(), two * angles.cos() + one * angles.sin()], 1)
 
 
 def slow(model, ids, budget):

@@ -9,7 +9,7 @@ import kvsieve
 from kvsieve.errors import PlanError
 from kvsieve.methods import KVCompose
 from layers import context
-from scored import columns
+from scored import columns, read
 from spying import seen_by_attention, softmax_rows
 from tiny import padded_prompt
 
@@ -20,11 +20,6 @@ OPTIONS = {"chunk_length": 16}
 @pytest.fixture(scope="module")
 def prompts():
     return padded_prompt(41, PADDING, seed=0)
-
-
-def read(model, plan, ids, mask=None, **options):
-    with kvsieve.attach(model, plan) as sieve:
-        return sieve.prefill(ids, torch.ones_like(ids) if mask is None else mask, **options)
 
 
 def slow_scores(model, ids):

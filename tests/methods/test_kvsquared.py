@@ -11,7 +11,7 @@ from kvsieve.methods import KVSquared
 from kvsieve.methods.kvsquared import unlike_chunk
 from layers import context
 from scored import best, columns, moved
-from spying import seen_by_attention, softmax_rows
+from spying import note_largest, seen_by_attention
 from tiny import padded_prompt, tiny_model, tiny_prompt
 
 CHUNK, PREFIX, PADDING = 16, 3, 9
@@ -42,13 +42,7 @@ def slow_scores(model, ids, share):
             def visible(t, j, start=start, end=end):
                 return j < PREFIX or start <= j < end or n <= j <= n + t
 
-            for layer, (query, keys) in seen.items():
-                heads, groups = keys.shape[1], query.shape[1] // keys.shape[1]
-                mine = out.setdefault(layer, [[0.0] * n for _ in range(heads)])
-                for head in range(query.shape[1]):
-                    rows = softmax_rows(query[0, head, n:], keys[0, head // groups], query.shape[-1] ** -0.5, visible)
-                    for j in range(start, end):
-                        mine[head // groups][j] = max(mine[head // groups][j], *(row[j] for row in rows))
+            note_largest(out, seen, n, range(start, end), visible)
     return [out[layer] for layer in sorted(out)]
 
 

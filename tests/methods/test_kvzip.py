@@ -12,7 +12,8 @@ from kvsieve.errors import PlanError
 from kvsieve.methods import KVzip
 from kvsieve.methods.repeating import repeat_requests
 from layers import context
-from spying import seen_by_attention, softmax_rows
+from scored import columns, read
+from spying import note_largest, seen_by_attention
 from tiny import padded_prompt
 from toy_words import word_tokenizer
 
@@ -23,23 +24,6 @@ OPTIONS = {"chunk_length": 16, "prefix": 3, "repeat_ids": (5, 6), "go_on_ids": (
 @pytest.fixture(scope="module")
 def prompts():
     return padded_prompt(53, PADDING, seed=0)
-
-
-def read(model, plan, ids, mask=None, **options):
-    with kvsieve.attach(model, plan) as sieve:
-        return sieve.prefill(ids, torch.ones_like(ids) if mask is None else mask, **options)
-
-
-def columns(cache, row):
-    """Per layer and head, the columns stored."""
-    return [
-        [sorted(index[head][valid[min(head, len(valid) - 1)]].tolist()) for head in range(len(index))]
-        for layer in cache.layers
-        for index in [layer.store.index[row]]
-        for valid in [
-            torch.ones_like(index[:1], dtype=torch.bool) if layer.store.valid is None else layer.store.valid[row]
-        ]
-    ]
 
 
 def slow_scores(model, ids):
@@ -55,13 +39,7 @@ def slow_scores(model, ids):
             def visible(t, j, start=start, end=end):
                 return j < OPTIONS["prefix"] or start <= j < end or n <= j <= n + t
 
-            for layer, (query, keys) in seen.items():
-                heads, groups = keys.shape[1], query.shape[1] // keys.shape[1]
-                mine = out.setdefault(layer, [[0.0] * n for _ in range(heads)])
-                for head in range(query.shape[1]):
-                    rows = softmax_rows(query[0, head, n:], keys[0, head // groups], query.shape[-1] ** -0.5, visible)
-                    for j in range(start, end):
-                        mine[head // groups][j] = max(mine[head // groups][j], *(row[j] for row in rows))
+            note_largest(out, seen, n, range(start, end), visible)
     return [out[layer] for layer in sorted(out)]
 
 

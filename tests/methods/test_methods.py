@@ -12,6 +12,7 @@ from kvsieve.core.scoring import width
 from kvsieve.errors import PlanError
 from kvsieve.methods import TSP, KNorm, SnapKV, StreamingLLM
 from layers import context, golden, kept
+from scored import best
 from tiny import tiny_model, tiny_prompt
 
 GOLDEN = {"query": 3 * golden((1, 4, 24, 4), 1), "keys": 3 * golden((1, 2, 24, 4), 2)}
@@ -88,10 +89,6 @@ def slow_scores(query, keys, scale, window, kernel, pooling):
             pooled.append(max(near) if pooling == "max" else sum(near) / kernel)
         out.append(pooled)
     return out
-
-
-def best(scores, count):
-    return sorted(sorted(range(len(scores)), key=lambda j: (-scores[j], j))[:count])
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 4, 8], ids=lambda g: f"G{g}")

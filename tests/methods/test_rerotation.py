@@ -11,21 +11,13 @@ from kvsieve import Plan
 from kvsieve.errors import PlanError
 from kvsieve.hf.compat import CACHE
 from kvsieve.methods import H2O, AdaKV, ChunkKV, Compactor, CurDKV, ExpectedAttention, KNorm, Rerotation, SnapKV
+from rotating import turned
 from small import stored
 from tiny import greedy, padded_prompt, tiny_model, tiny_prompt
 
 PADDING, QUESTION = 9, 5
 GREEDY = greedy(max_new_tokens=4)
 LOGITS = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
-
-
-def turned(model, keys, moves):
-    """keys [n, D] moved by `moves` [n] positions: the rotary embedding from its definition."""
-    half = keys.shape[1] // 2
-    theta = model.config.rope_parameters["rope_theta"]
-    angles = torch.tensor(moves)[:, None].double() * theta ** (-torch.arange(half).double() / half)
-    one, two = keys[:, :half], keys[:, half:]
-    return torch.cat([one * angles.cos() - two * angles.sin(), two * angles.cos() + one * angles.sin()], 1)
 
 
 def slow(model, ids, budget, chunk):

@@ -15,10 +15,11 @@ from kvsieve import Plan
 from kvsieve.errors import CacheStateError, PlanError, UnsupportedModelError
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.methods import H2O, TSP, ChunkKV, CriticalKV, ExpectedAttention, KeyDiff, KNorm, SageKV, SnapKV
-from kvsieve.methods.base import ScoredEvictor
 from kvsieve.shared.prompt import read_shared
 from kvsieve.types import When
 from layers import context, kept
+from rotating import Rotating
+from scored import Given, best, given
 from tiny import tiny_prompt
 
 PLANS = {
@@ -32,35 +33,6 @@ PLANS = {
 GROUPS = pytest.mark.parametrize("groups", [1, 2, 3, 4, 8], ids=lambda g: f"G{g}")
 PADDING = [0, 17]
 F64 = torch.float64
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Given(ScoredEvictor):
-    """Ranks by the scores that the test put into ``ctx.shared``."""
-
-    def scores(self, ctx):
-        return ctx.shared["scores"]
-
-
-class Model:
-    """Facts of a made-up model with half-split rotary pairs."""
-
-    def __init__(self, weight=None, base=100.0):
-        self.weight, self.base = weight, base
-
-    def output_weight(self, layer_idx):
-        return self.weight
-
-    def rotate(self, layer_idx, x, positions, *, inverse=False):
-        half = x.shape[-1] // 2
-        angle = positions[:, None, :, None] * self.base ** -(torch.arange(half, dtype=x.dtype) / half)
-        cos, sin = angle.cos(), -angle.sin() if inverse else angle.sin()
-        a, b = x[..., :half], x[..., half:]
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-def best(scores, count):
-    return sorted(sorted(range(len(scores)), key=lambda j: (-scores[j], j))[:count])
 
 
 def random_rows(groups, length=63, heads=2, size=8):
@@ -198,13 +170,6 @@ def test_sagekv_rolls_padded_rows_and_beams_alike(model, ids):
 # ChunkKV
 
 
-def given(scores, **options):
-    scores = torch.as_tensor(scores, dtype=F64)
-    batch, heads, length = scores.shape
-    keys = torch.zeros(batch, heads, length, 4, dtype=F64)
-    return context(keys, keys, shared={"scores": scores}, **options)
-
-
 def test_chunkkv_by_hand():
     # Chunks of 3: means 2, 3, 1, and 2.5 of the short last one.
     ctx = given([[[3, 0, 3, 3, 3, 3, 0, 0, 3, 2, 3]]])
@@ -251,7 +216,7 @@ def test_criticalkv_by_hand():
     values = torch.tensor([1.0, 1.0, 9.0, 1.0, 4.0, 1.0], dtype=F64)[None, None, :, None]
     ctx = context(values, values, values=values, shared={"scores": torch.tensor([[[6.0, 5, 1, 4, 2, 0]]], dtype=F64)})
     # W_o = (1, -1): w = 2 |v|, so scores times w are 12, 10, 18, 8, 16, 0.
-    ctx = dataclasses.replace(ctx, model=Model(weight=torch.tensor([[[1.0, -1.0]]])))
+    ctx = dataclasses.replace(ctx, model=Rotating(weight=torch.tensor([[[1.0, -1.0]]])))
     assert kept(CriticalKV(base=Given(budget=2)), ctx) == [[0, 2]]
     assert kept(CriticalKV(base=Given(budget=3)), ctx) == [[0, 2, 4]]
     assert kept(CriticalKV(base=Given(budget=4)), ctx) == [[0, 1, 2, 4]]
@@ -264,7 +229,7 @@ def test_criticalkv_raises_negative_scores_first():
     values = torch.tensor([1.0, 1.0, 9.0, 1.0], dtype=F64)[None, None, :, None]
     scores = torch.tensor([[[-1.0, -4, -2, -3]]], dtype=F64)
     ctx = context(values, values, values=values, shared={"scores": scores})
-    ctx = dataclasses.replace(ctx, model=Model(weight=torch.ones(1, 1, 1)))
+    ctx = dataclasses.replace(ctx, model=Rotating(weight=torch.ones(1, 1, 1)))
     # Raised by 4: 3, 0, 2, 1, of which slot 2 with its large value is the best but one.
     assert kept(CriticalKV(base=Given(budget=2)), ctx) == [[0, 2]]
 
@@ -276,7 +241,7 @@ def test_criticalkv_equals_the_slow_reference_in_padded_batches(groups, monkeypa
     weight = torch.randn(2 * groups, 8, 12, dtype=F64, generator=torch.Generator().manual_seed(9))
     scores = torch.rand(2, 2, 63, dtype=F64, generator=torch.Generator().manual_seed(8))
     ctx = context(query, keys, values=values, padding=PADDING, shared={"scores": scores})
-    ctx = dataclasses.replace(ctx, model=Model(weight=weight))
+    ctx = dataclasses.replace(ctx, model=Rotating(weight=weight))
     for row, pad, _, _, own in rows_alone(query, keys, values):
         count = int(0.3 * (63 - pad))
         for head, ours in enumerate(kept(CriticalKV(base=Given(budget="30%")), ctx, row)):
@@ -292,10 +257,10 @@ def test_criticalkv_keeps_a_set_per_query_head_where_its_base_does():
     query, keys, values = random_rows(2)
     base = SnapKV(budget="30%", window=4, kernel=3, per_query_head=True)
     ctx = context(query, keys, values=values)
-    ctx = dataclasses.replace(ctx, model=Model(weight=torch.ones(4, 8, 3)))
+    ctx = dataclasses.replace(ctx, model=Rotating(weight=torch.ones(4, 8, 3)))
     assert len(kept(CriticalKV(base=base), ctx)) == 4
     with pytest.raises(UnsupportedModelError, match=r"heads of \(4, 7\), its attention puts out \(4, 8\)"):
-        kept(CriticalKV(base=base), dataclasses.replace(ctx, model=Model(weight=torch.ones(4, 7, 3))))
+        kept(CriticalKV(base=base), dataclasses.replace(ctx, model=Rotating(weight=torch.ones(4, 7, 3))))
 
 
 # Expected Attention
@@ -333,7 +298,7 @@ def test_expected_attention_equals_the_slow_reference_in_padded_batches(groups, 
         monkeypatch.setattr(f"kvsieve.methods.expected_attention.{name}", value)
     query, keys, values = random_rows(groups, length=40)
     query = query + torch.randn(1, 2 * groups, 1, 8, dtype=F64, generator=torch.Generator().manual_seed(1))
-    padding, facts = [0, 13], Model()
+    padding, facts = [0, 13], Rotating()
     evictor = ExpectedAttention(budget="50%", sinks=3, n_future=13, use_covariance=covariance, use_vnorm=vnorm)
     ctx = dataclasses.replace(context(query, keys, values=values, padding=padding), model=facts)
     # The model has rotated by true positions, which do not count the padding.
@@ -349,7 +314,7 @@ def test_expected_attention_equals_the_slow_reference_in_padded_batches(groups, 
 
 def test_expected_attention_of_constant_queries_is_their_attention():
     """Without covariance and for one future position the score is the softmax of that query's own logits."""
-    facts, length = Model(), 21
+    facts, length = Rotating(), 21
     _, keys, values = random_rows(1, length=length)
     constant = torch.randn(1, 2, 1, 8, dtype=F64, generator=torch.Generator().manual_seed(3))
     query = facts.rotate(0, constant.expand(1, -1, length, -1), torch.arange(length)[None])
@@ -364,7 +329,7 @@ def test_expected_attention_of_constant_queries_is_their_attention():
 
 def test_expected_attention_merges_passes_exactly():
     query, keys, values = random_rows(3, length=40)
-    evictor, facts = ExpectedAttention(budget=9), Model()
+    evictor, facts = ExpectedAttention(budget=9), Rotating()
     whole = dataclasses.replace(context(query, keys, values=values, padding=[0, 7]), model=facts)
     looked(evictor, whole)
     # Chunks that end inside the padding, inside the sinks and after them.
@@ -423,7 +388,7 @@ def test_what_the_caller_protects_stays_within_the_budget(name):
     wanted = [19, 20, 21, 40, 41, 42, 43, 44]
     protected = torch.zeros(2, 2, 63, dtype=torch.bool)
     protected[:, :, wanted] = True
-    ctx = dataclasses.replace(ctx, protected=protected, model=Model(weight=torch.ones(4, 8, 3, dtype=F64)))
+    ctx = dataclasses.replace(ctx, protected=protected, model=Rotating(weight=torch.ones(4, 8, 3, dtype=F64)))
     evictor = PLANS[name].evict
     if evictor.when.observes:
         evictor.observe(ctx)
@@ -488,7 +453,7 @@ def test_wrapped_methods_by_name():
 def test_nan_scores_are_refused():
     scores = torch.zeros(1, 1, 9)
     scores[..., 4] = math.nan
-    ctx = dataclasses.replace(given(scores), model=Model(weight=torch.ones(1, 4, 2)))
+    ctx = dataclasses.replace(given(scores), model=Rotating(weight=torch.ones(1, 4, 2)))
     for evictor in (ChunkKV(base=Given(budget=4), chunk_length=2), CriticalKV(base=Given(budget=4))):
         with pytest.raises(ValueError, match="NaN"):
             kept(evictor, ctx)

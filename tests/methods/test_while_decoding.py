@@ -10,6 +10,7 @@ from kvsieve.errors import PlanError
 from kvsieve.hf.compat import CACHE
 from kvsieve.methods import H2O, TOVA, TSP, LagKV
 from layers import context, kept
+from scored import best
 from tiny import tiny_prompt
 
 PLANS = {
@@ -32,10 +33,6 @@ def attention(query, keys, scale):
     logits = torch.stack([query[h] @ keys[h // groups].T * scale for h in range(query.shape[0])])
     hidden = torch.arange(length) > torch.arange(length - new, length)[:, None]
     return logits.masked_fill(hidden, float("-inf")).softmax(-1)
-
-
-def best(scores, count):
-    return sorted(sorted(range(len(scores)), key=lambda j: (-scores[j], j))[:count])
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 4, 8], ids=lambda g: f"G{g}")

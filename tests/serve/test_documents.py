@@ -23,15 +23,10 @@ from orders import TIMEOUT, ask, prompt
 from served_apps import listening
 from tiny_models import build
 from toy_chats import chat_tokenizer
-from toy_words import word_tokenizer
+from toy_words import word_tokenizer, words
 
 CHUNK = 16
 SIZE = 50
-
-
-def words(seed, count=SIZE):
-    made = torch.Generator().manual_seed(seed)
-    return " ".join(f"w{each}" for each in torch.randint(0, 80, (count,), generator=made).tolist())
 
 
 # Each protocol has documents of its own, so that none is found that another has left.
@@ -79,7 +74,7 @@ PROTOCOLS = {"chat": by_chat, "responses": by_responses, "messages": by_messages
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_documents_are_found_in_any_order(url, protocol):
     send, seed = PROTOCOLS[protocol], 10 * list(PROTOCOLS).index(protocol)
-    first, second, third = (words(seed + number) for number in range(3))
+    first, second, third = (words(seed + number, SIZE) for number in range(3))
     counts = send(url, QUESTION, {"documents": [first, second]})[2]["documents"]
     assert counts == {"join": "link:tokens=32", "found": 0, "prefilled": 2 * SIZE, "reread": 32}
     found = send(url, "w86", {"documents": [third, second, first]})
@@ -93,7 +88,7 @@ def test_documents_are_found_in_any_order(url, protocol):
 
 
 def test_a_later_turn_finds_the_documents_of_the_first(url):
-    documents = [words(seed) for seed in (71, 72)]
+    documents = [words(seed, SIZE) for seed in (71, 72)]
     chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
     kv = {"documents": documents}
     first = post(url, "chat/completions", {"messages": chat, "max_tokens": 6, "kv": kv}).json()
@@ -114,7 +109,7 @@ def test_a_later_turn_finds_the_documents_of_the_first(url):
     "join", ["modules", "link:tokens=8", "blend:share=15%", "prophet", "relevant:documents=1", "ape:temperature=0.9"]
 )
 def test_the_answer_is_that_of_the_librarys_join(url, tokenizer, method, join):
-    texts = [words(seed) for seed in (51, 52, 53)]
+    texts = [words(seed, SIZE) for seed in (51, 52, 53)]
     kv = {"documents": texts, "join": join, "method": method, "budget": 24} if "snap" in method else {}
     kv = kv or {"documents": texts, "join": join, "method": method}
     text, _, usage = by_chat(url, QUESTION, kv)
@@ -152,7 +147,7 @@ REFUSED = {
     "no user": ({"messages": [ANSWERED]}, {"documents": ["w1"]}, "the user's"),
     "a method": (
         CHAT,
-        {"documents": [words(1), words(2)], "method": "gemfilter"},
+        {"documents": [words(1, SIZE), words(2, SIZE)], "method": "gemfilter"},
         "keeps a shorter prompt in their place; send them in the message, or",
     ),
     "a method that shortens the prompt": (
@@ -244,7 +239,7 @@ def test_completions_have_no_documents_and_a_session_has_one_prompt(url, prompt,
 
 
 def test_control_tokens_in_documents_are_text(url):
-    documents = [f"{words(61)} [EOS]", words(62)]
+    documents = [f"{words(61, SIZE)} [EOS]", words(62, SIZE)]
     tokens = by_chat(url, QUESTION, {"documents": documents})[1]
     assert tokens == by_chat(url, "\n\n".join([*documents, QUESTION]), {})[1]
 

@@ -26,7 +26,7 @@ from served_apps import listening
 from small import plan_of
 from tiny_models import build
 from toy_chats import chat_tokenizer
-from toy_words import word_tokenizer
+from toy_words import word_tokenizer, words
 
 CHUNK = 16
 TOKENS = 8
@@ -258,11 +258,6 @@ def test_the_tokens_of_few_conversations_are_remembered():
     assert latest.get("b") is None and len(latest.get("a")) == 25 and len(latest.get("c")) == 20
     latest.put("d", range(51))
     assert latest.get("d") is latest.get("c") is None
-
-
-def words(seed, count):
-    made = torch.Generator().manual_seed(seed)
-    return " ".join(f"w{each}" for each in torch.randint(0, 80, (count,), generator=made).tolist())
 
 
 OLD, QUESTION, THEN = words(1, 30), words(2, 150), words(3, 8)

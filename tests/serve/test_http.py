@@ -22,6 +22,7 @@ from served_apps import listening
 from tiny import tiny_model
 from tiny_models import build
 from toy_chats import chat_tokenizer
+from toy_words import words
 
 CHUNK = 24
 KEYS = ("first-key", "second-key")
@@ -67,11 +68,6 @@ def client(url):
 @pytest.fixture(scope="module")
 def lone():
     return tiny_model(dtype=torch.float32)
-
-
-def words(seed: int, count: int) -> str:
-    made = torch.Generator().manual_seed(seed)
-    return " ".join(f"w{each}" for each in torch.randint(0, 80, (count,), generator=made).tolist())
 
 
 def post(url, body, key=KEYS[0], path="/v1/chat/completions", **how):

@@ -21,6 +21,7 @@ import torch
 import transformers
 
 import kvsieve
+import toy_words
 from kvsieve.planning.specs import split_specs
 from kvsieve.planning.turns import render, stop_ids, token_ids
 from served_apps import listening
@@ -278,9 +279,7 @@ assert {*PATHS} == {*LIBRARY, *EVALUATION, *COMMANDS, *SERVED}
 
 
 def words(count: int, seed: int = 0) -> str:
-    """A text of so many words."""
-    made = torch.Generator().manual_seed(seed)
-    return " ".join(f"w{each}" for each in torch.randint(0, 80, (count,), generator=made).tolist())
+    return toy_words.words(seed, count)
 
 
 def answer(path: str, ask: Ask, **changed: Any) -> str:

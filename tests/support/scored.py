@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+import kvsieve
 from kvsieve.methods.base import ScoredEvictor
 from layers import context
 
@@ -44,6 +45,12 @@ def columns(cache, row=0):
         real = torch.ones_like(index, dtype=torch.bool) if valid is None else valid.expand_as(index).bool()
         out.append([sorted(slots[own].tolist()) for slots, own in zip(index[row], real[row], strict=True)])
     return out
+
+
+def read(model, plan, ids, mask=None, **options):
+    """Return a cache with a prompt, padding included."""
+    with kvsieve.attach(model, plan) as sieve:
+        return sieve.prefill(ids, torch.ones_like(ids) if mask is None else mask, **options)
 
 
 def moved(columns, by):

@@ -36,3 +36,14 @@ def softmax_rows(query, keys, scale, visible):
         weights = dict(zip(shown, (keys[shown] @ query[t] * scale).softmax(0).tolist(), strict=True)) if shown else {}
         rows.append([weights.get(j, 0.0) for j in range(len(keys))])
     return rows
+
+
+def note_largest(out, seen, n, span, visible):
+    """Raise scores [layers][H][n] of a span to the largest weights that the queries after `n` tokens give it."""
+    for layer, (query, keys) in seen.items():
+        heads, groups = keys.shape[1], query.shape[1] // keys.shape[1]
+        mine = out.setdefault(layer, [[0.0] * n for _ in range(heads)])
+        for head in range(query.shape[1]):
+            rows = softmax_rows(query[0, head, n:], keys[0, head // groups], query.shape[-1] ** -0.5, visible)
+            for j in span:
+                mine[head // groups][j] = max(mine[head // groups][j], *(row[j] for row in rows))

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import tokenizers
+import torch
 from transformers import PreTrainedTokenizerFast
 
 WORDS = ["[PAD]", "[BOS]", "[UNK]", *(f"w{i}" for i in range(124)), "[EOS]"]
+
+
+def words(seed: int, count: int = 25) -> str:
+    """Return a text of so many words that are tokens."""
+    made = torch.Generator().manual_seed(seed)
+    return " ".join(f"w{each}" for each in torch.randint(0, 80, (count,), generator=made).tolist())
 
 
 def word_tokenizer(
