@@ -137,6 +137,16 @@ def against(times: dict[str, list[tuple[float, float]]], base: str) -> dict[str,
     }
 
 
+def loaded(path: str | None, dtype: str) -> tuple[Any, Any]:
+    """A checkpoint's model and tokenizer, in a dtype by its name; the demo model's where `path` is left out."""
+    if not path:
+        return kvsieve.models.load_demo(dtype=getattr(torch, dtype))
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+    return model, AutoTokenizer.from_pretrained(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", help="a checkpoint's directory; the demo model where it is left out")
@@ -152,14 +162,8 @@ def main() -> None:
     parser.add_argument("--peer-rounds", type=int, default=2)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    dtype, lengths = getattr(torch, arguments.dtype), [int(each) for each in arguments.length.split(",")]
-    if arguments.model:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype).eval()
-        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    else:
-        model, tokenizer = kvsieve.models.load_demo(dtype=dtype)
+    lengths = [int(each) for each in arguments.length.split(",")]
+    model, tokenizer = loaded(arguments.model, arguments.dtype)
     text = text_ids(tokenizer)
     ids = text[:, : 2 * LAST].expand(arguments.batch, -1)
     new = (arguments.rounds + 1) * (arguments.tokens + 1)

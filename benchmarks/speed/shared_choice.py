@@ -24,8 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from reading_cost import LAST, Contender, against, rounds, spec
+from reading_cost import LAST, Contender, against, loaded, rounds, spec
 
 import kvsieve
 from kvsieve.hf.forward import sparse_read
@@ -93,14 +92,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=6, help="of a round")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    dtype = getattr(torch, arguments.dtype)
-    if arguments.model:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype).eval()
-        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    else:
-        model, tokenizer = kvsieve.models.load_demo(dtype=dtype)
+    model, tokenizer = loaded(arguments.model, arguments.dtype)
     layers = model.config.num_hidden_layers
     ids = text_ids(tokenizer)[:, : 2 * LAST].expand(arguments.batch, -1)
     new = (arguments.rounds + 1) * (arguments.tokens + 1)

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reading_cost import LAST, Contender, against, rounds, spec
+from reading_cost import LAST, Contender, against, loaded, rounds, spec
 
-import kvsieve
 from kvsieve.cache import keep
 from kvsieve.lab.bench.prompts import text_ids
 from kvsieve.report.environment import environment, write_result
@@ -43,14 +42,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=6, help="of a round")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    dtype = getattr(torch, arguments.dtype)
-    if arguments.model:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype).eval()
-        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    else:
-        model, tokenizer = kvsieve.models.load_demo(dtype=dtype)
+    model, tokenizer = loaded(arguments.model, arguments.dtype)
     ids = text_ids(tokenizer)[:, : 2 * LAST]
     new = (arguments.rounds + 1) * (arguments.tokens + 1)
     contenders = {
