@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--model", help="a checkpoint's directory; the demo model where it is left out")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--length", type=int, default=7500)
-    parser.add_argument("--plan", default="full", help="such as adakv:budget=10% for heads of different numbers")
+    parser.add_argument("--plan", default="full", help="such as adakv:budget=10%% for heads of different numbers")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=6, help="of a round")
     parser.add_argument("--out", type=Path)
