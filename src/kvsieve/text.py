@@ -34,6 +34,11 @@ def shortened(text: str) -> str:
     return f"{text[:_HEAD]} ... ({left_out} characters left out) ... {text[-_TAIL:]}"
 
 
+def first_few(items: list[str]) -> str:
+    """Join the first three items, and say how many more there are."""
+    return ", ".join(items[:3]) + (f" and {len(items) - 3} more" if len(items) > 3 else "")
+
+
 class Markdown(str):
     """Text in Markdown; see `markdown_text`."""
 

@@ -40,16 +40,13 @@ def top_mask(scores: Tensor, counts: tuple[int, ...] | Tensor) -> Tensor:
         threshold = best.gather(-1, (wanted - 1).clamp_min(0).expand(*scores.shape[:-1], 1))
         first = best[..., :1]
     # To topk, NaN is the best score of all.
-    refuse(first.isnan(), _nan)
+    reason = "scores contain NaN: the model's keys or queries hold NaN or infinity"
+    refuse(first.isnan(), lambda: ValueError(reason))
     above = scores > threshold
     ties = scores == threshold
     room = wanted - above.sum(-1, keepdim=True)
     mask = above | (ties & (ties.cumsum(-1, dtype=torch.int32) <= room))
     return mask if least else mask & (wanted > 0)
-
-
-def _nan() -> Exception:
-    return ValueError("scores contain NaN: the model's keys or queries hold NaN or infinity")
 
 
 def pack(mask: Tensor, counts: tuple[int, ...]) -> Selection:

@@ -26,11 +26,6 @@ def has_holes(mask: Tensor) -> bool:
     return bool(holes(mask).any())
 
 
-def compact_order(mask: Tensor) -> Tensor:
-    """Return the order of columns, int64 [B, L], with each row's padding first and its tokens in order."""
-    return mask.to(torch.uint8).argsort(dim=-1, stable=True)
-
-
 def columns_of(
     mask: Tensor | None, start: int, sizes: Sequence[int], device: Any, *, holed: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -48,7 +43,8 @@ def columns_of(
         return torch.arange(start, end, device=device)[None], None if mask is None else mask[:, start:end]
     parts = []
     for size in sizes:
-        parts.append(start + compact_order(mask[:, start : start + size]))
+        # Each row's padding first, and its tokens in order.
+        parts.append(start + mask[:, start : start + size].to(torch.uint8).argsort(dim=-1, stable=True))
         start += size
     columns = torch.cat(parts, 1)
     return columns, mask.gather(1, columns)

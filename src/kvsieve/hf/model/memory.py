@@ -60,7 +60,7 @@ def fit(plan: Plan, shapes: Sequence[LayerShape], element_bytes: int) -> Plan:
     if not plan.budgets_in_bytes:
         return plan
     evict = plan.evict
-    size = _first_size(plan)
+    size = next(budget for role in plan.roles for budget in byte_budgets(vars(plan)[role]))
     reason = None
     if evict is not None and evict.traits.is_view:
         reason = "it stores everything, and its budget is what an answer reads"
@@ -185,7 +185,3 @@ def _blocks_bytes(codec: Codec, shape: LayerShape, entries: float, empty: int = 
         dim * (places * form.bits_per_number(dim, tokens) / 8 + _WIDE_BYTES * (form.centered + form.balanced))
         for dim, form in forms
     )
-
-
-def _first_size(plan: Plan) -> Budget:
-    return next(budget for role in plan.roles for budget in byte_budgets(vars(plan)[role]))

@@ -16,6 +16,7 @@ from kvsieve.hf.persist.cache_file import as_bytes
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.models.quantized import matrices_of
 from kvsieve.planning.profiles import Fingerprint
+from kvsieve.text import first_few
 
 # Facts about rotation and windows that weights do not determine.
 _POSITIONS = ("rope_parameters", "layer_types", "sliding_window", "no_rope_layers", "attention_chunk_size")
@@ -130,9 +131,7 @@ def check_plan(path: Any, saved: dict[str, Any], current: dict[str, Any]) -> Non
 
 def _differences(saved: Any, current: Any) -> str:
     """Return the first few places where two JSON values differ, with the values in the file and here."""
-    found = list(_differing(saved, current, ""))
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return ", ".join(found[:3]) + more
+    return first_few(list(_differing(saved, current, "")))
 
 
 def _differing(saved: Any, current: Any, where: str) -> Iterator[str]:

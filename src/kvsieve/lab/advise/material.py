@@ -112,16 +112,14 @@ class Windows(Generated):
 
     def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
         start = rng.random()
-        turn = QuestionAnswer("Continue this text from where it ends.", ("",), _no_score, _ANSWER)
+        turn = QuestionAnswer(
+            "Continue this text from where it ends.", ("",), lambda answer, expected: {"score": 1.0}, _ANSWER
+        )
 
         def make(words: int) -> Sample:
             return Sample("".join(passage(self.text, start, words)).strip(), (turn,))
 
         return fit(make, count, length, self.name)[0]
-
-
-def _no_score(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    return {"score": 1.0}
 
 
 def _windows(path: Path) -> Windows:

@@ -15,6 +15,7 @@ from kvsieve.kernels.cpu.quantized import FORMATS, PLAIN, QuantizedMatrix
 from kvsieve.models.fetch import ModelLoadError
 from kvsieve.models.gguf.file import GgufFile, GgufTensor
 from kvsieve.models.quantized import QuantizedEmbedding, QuantizedLinear, is_table, keep_tied, layer_over
+from kvsieve.text import first_few
 
 # Factors of the rotation, which are part of the configuration.
 _OF_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -75,7 +76,7 @@ class Filling:
         self._tie()
         absent = [name for name, weight in self.model.named_parameters() if weight.is_meta]
         if absent:
-            raise self._error(f"it has no tensor for {_few(absent)} of {type(self.model).__name__}")
+            raise self._error(f"it has no tensor for {first_few(absent)} of {type(self.model).__name__}")
 
     def tell(self) -> None:
         """Warn about large weights that are not in blocks."""
@@ -188,8 +189,3 @@ class Filling:
 def _is_linear(module: nn.Module) -> bool:
     # Falcon's own class computes the same.
     return type(module) is nn.Linear or type(module).__name__ == "FalconLinear"
-
-
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
