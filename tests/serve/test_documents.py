@@ -180,7 +180,7 @@ def test_sessions_have_no_documents_in_any_protocol(url, path):
 
 
 def test_a_response_says_that_the_documents_before_it_are_not_stored(url):
-    kv = {"documents": [words(81), words(82)]}
+    kv = {"documents": [words(81, SIZE), words(82, SIZE)]}
     body = {"input": QUESTION, "max_output_tokens": 2}
     first = post(url, "responses", {**body, "kv": kv}).json()["id"]
     found = [
@@ -193,7 +193,7 @@ def test_a_response_says_that_the_documents_before_it_are_not_stored(url):
 @pytest.mark.parametrize("plan", [{}, {"method": "snapkv:window=4:paper=True", "budget": 24}], ids=["full", "snapkv"])
 def test_progress_never_goes_back(url, plan):
     """Of documents that are prefilled, and of the same ones that are found."""
-    kv = {"documents": [words(91), words(92)], **plan}
+    kv = {"documents": [words(91, SIZE), words(92, SIZE)], **plan}
     for _ in range(2):
         reply = post(url, "chat/completions", {**CHAT, "kv": kv, "stream": True, "return_progress": True})
         chunks = [json.loads(line.removeprefix("data: ")) for line in reply.text.splitlines() if "_progress" in line]
