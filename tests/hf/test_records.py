@@ -127,17 +127,15 @@ APART = {
 
 
 @pytest.mark.filterwarnings("ignore::kvsieve.errors.KvsieveWarning")
-@pytest.mark.parametrize("first", [0, 30], ids=["", "second turn"])
 @pytest.mark.parametrize("name", ACTING)
-def test_the_first_act_on_an_answer_to_a_prompt_that_stayed_whole_is_that_at_a_prompts_end(model, name, first):
+def test_the_first_act_on_an_answer_to_a_prompt_that_stayed_whole_is_that_at_a_prompts_end(model, name):
     """Budgets are then divided, and records made, as if the prompt ended there."""
     ids, new = tiny_prompt(1, 60), tiny_prompt(1, 9, seed=3)[0]
     plan = dataclasses.replace(plan_of(name, model, every=3, budget=30), propagate=None)
     steps = plan.when.steps
     with kvsieve.attach(model, plan) as sieve:
-        whole = sieve.prefill(ids[:, :first]) if first else sieve.new_cache()
-        cache = sieve.prefill(ids[:, :-steps], cache=whole.fork(), reduce=False)
-        sieve.prefill(ids, cache=whole)
+        cache = sieve.prefill(ids[:, :-steps], reduce=False)
+        whole = sieve.prefill(ids)
         feed(sieve, cache, ids[0, -steps:])
         assert stored(cache) == stored(whole) or name in APART
         feed(sieve, cache, new)

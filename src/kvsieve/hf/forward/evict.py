@@ -46,8 +46,10 @@ def evict(plan: Plan, ctx: LayerContext, cache: SieveCache, due: tuple[bool, ...
     if prompt:
         record.asked = max(evictor.requested(length, turn.new_tokens) for length in lengths)
         record.raised_to = max(counts) if max(counts) > record.asked else None
-    elif not record.reduced and not evictor.keeps_prompt and _first_acts(plan, step, conversation.prompt_lengths):
-        # What methods record at the end of a prompt they record here if it stayed whole (reduce=False).
+    elif not (record.reduced or conversation.acted or evictor.keeps_prompt) and _first_acts(
+        plan, step, conversation.prompt_lengths
+    ):
+        # What methods record at the end of a prompt they record here if all stayed whole (reduce=False).
         shown = dataclasses.replace(shown, step=dataclasses.replace(step, phase="prefill"))
     chosen = evictor.select(shown, counts)
     if not all(due) and isinstance(chosen, Selection):
