@@ -345,8 +345,18 @@ def drafts_tables() -> str:
     """Return what was measured of drafts, without the parts that were not."""
     tasks = (drafts_table(file) for file in sorted(RESULTS.glob("drafts_speed*.json")))
     served = (drafts_served_table(file) for file in sorted(RESULTS.glob("drafts_serve*.json")))
-    parts = *tasks, drafts_of_views_table(), *served, drafts_identical()
+    parts = drafts_passes(), *tasks, drafts_of_views_table(), *served, drafts_identical()
     return "\n\n".join(part for part in parts if part)
+
+
+def drafts_passes() -> str:
+    """Passes over several tokens beside those over one (benchmarks/speed/tentative.py)."""
+    report = json.loads((RESULTS / "drafts_passes.json").read_text())
+    ((length, plans),) = report["milliseconds"].items()
+    ratios = {size: ratio for size, ratio in plans["full"]["ratio"].items() if size != "1"}
+    said = f"A pass over {', '.join(ratios)} tokens takes {', '.join(f'{ratio:.2f}' for ratio in ratios.values())} times"
+    where = f"{_described(report['model'])} in {report['dtype']} on {report['environment']['processor']}"
+    return f"{said} one over a single token at {int(length):,} tokens, {where} (`python benchmarks/speed/tentative.py`)."
 
 
 def drafts_table(file: Path) -> str:

@@ -27,6 +27,7 @@ WRITERS = {
     "coverage.*": "answers/coverage.py",
     "cpu_kinds.json": "speed/cpu_kinds.py",
     "drafts_*.json": "speed/speculation.py",
+    "drafts_passes.json": "speed/tentative.py",
     "edits.json": "answers/edits.py",
     "floor.json": "answers/floor.py",
     "gpu.json": "speed/gpu.py",
