@@ -355,9 +355,9 @@ def drafts_passes() -> str:
     ((length, plans),) = report["milliseconds"].items()
     ratios = {size: ratio for size, ratio in plans["full"]["ratio"].items() if size != "1"}
     times = ", ".join(f"{ratio:.2f}" for ratio in ratios.values())
-    said = f"A pass over {', '.join(ratios)} tokens takes {times} times one over a single token at {int(length):,} tokens"
+    said = f"A pass over {', '.join(ratios)} tokens takes {times} times one over a single token"
     where = f"{_described(report['model'])} in {report['dtype']} on {report['environment']['processor']}"
-    return f"{said}, {where} (`python benchmarks/speed/tentative.py`)."
+    return f"{said} at {int(length):,} tokens, {where} (`python benchmarks/speed/tentative.py`)."
 
 
 def drafts_table(file: Path) -> str:
