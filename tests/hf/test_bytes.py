@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import kvsieve
+from kvsieve.cache.store import DenseStore
 from kvsieve.errors import PlanError
 from kvsieve.methods import SnapKV
 from kvsieve.planning.budget import Budget
 from kvsieve.planning.quantities import format_bytes
 from small import plan_of
-from tiny import tiny_prompt
+from tiny import greedy, tiny_prompt
 from tiny_models import build
 
 _SIZE = 60_000
@@ -131,3 +132,17 @@ def test_estimate_takes_bytes(cli, model_dir):
     (result,) = json.loads(out)["results"]
     # Estimates count keys and values only; where entries stood takes 6% at heads of 16 channels.
     assert code == 0 and 180 * 2**10 < result["kv_bytes"] <= 200 * 2**10
+
+
+def test_buffers_of_a_fork_grow_once_for_an_answer(monkeypatch):
+    """By an eighth of what is stored, not of the few tokens of a pass."""
+    model = build("llama", max_position_embeddings=2048)
+    ids = tiny_prompt(1, 1300)
+    grown = []
+    own = DenseStore._resize
+    monkeypatch.setattr(DenseStore, "_resize", lambda store, size: grown.append(size) or own(store, size))
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        cache = sieve.prefill(ids[:, :1290])
+        grown.clear()
+        sieve.generate(ids, cache=cache.fork(), **greedy(max_new_tokens=150))
+    assert len(grown) == len(cache.layers)

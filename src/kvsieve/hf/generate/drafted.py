@@ -214,7 +214,7 @@ class TokenSteps:
         asked = bool(config.return_dict_in_generate)
         self._scores: tuple[Tensor, ...] | None = () if asked and config.output_scores else None
         self._logits: tuple[Tensor, ...] | None = () if asked and config.output_logits else None
-        # The largest logits are chosen, whatever was chosen before.
+        # Greedy, without processors and recorded scores: all tokens of a pass are chosen at once.
         self._plain = not (processors or config.do_sample or self._scores is not None or self._logits is not None)
 
     @property
