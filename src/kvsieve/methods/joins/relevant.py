@@ -7,11 +7,11 @@ Attention as it is falls with the distance, and prefers the last documents for a
 sum over the tokens that it has of the token's weight times the square of log(documents / documents with the token).
 Tokens of the question have weight 1.
 
-The document with the largest score is chosen: words and half of attention, each over its largest value of all documents
-left. Tokens that have led to it lose their weight. Its other ones, unless the question has them, get their attention as
-weight, over the largest one. So a name in it leads to the document with the other half of an answer. Documents chosen,
-but the first, are then prefilled again in all layers: their tokens attend to all entries up to their own, updated or
-not. Entries of all others are shifted by the mean change (`Join.shifts`).
+The document with the largest score is chosen: words and three quarters of attention, both in standard deviations from
+their mean over the documents left. Tokens that have led to it lose their weight. Its other ones, unless the question
+has them, get their attention as weight, over the largest one. So a name in it leads to the document with the other half
+of an answer. Documents chosen, but the first, are then prefilled again in all layers: their tokens attend to all
+entries up to their own, updated or not. Entries of all others are shifted by the mean change (`Join.shifts`).
 
 Sources: in-context re-ranking (arXiv 2410.02642), which subtracts the attention of a question without content, and
 inverse document frequency (Sparck Jones, 1972). Differences from the former: words take part, and the text without
@@ -20,6 +20,7 @@ content is the question's own end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -68,8 +69,8 @@ class Relevant(AskedJoin):
         weight = in_question.float()
         chosen = torch.zeros(len(sizes), dtype=torch.bool)
         for _ in range(min(self.documents, len(sizes))):
-            scores = _share(has @ (weight * rare), chosen) + _share(drawn, chosen) / 2
-            best = int(scores.masked_fill(chosen, -1).argmax())
+            scores = _standard(has @ (weight * rare), chosen) + 0.75 * _standard(drawn, chosen)
+            best = int(scores.masked_fill(chosen, -math.inf).argmax())
             chosen[best] = True
             own = document == best
             leads = torch.zeros_like(weight).index_add(0, kind[own], more[own]) * ~in_question
@@ -79,6 +80,7 @@ class Relevant(AskedJoin):
         return chosen.repeat_interleave(torch.tensor(sizes))
 
 
-def _share(scores: Tensor, chosen: Tensor) -> Tensor:
-    """Return scores over the largest one of documents that are not chosen."""
-    return scores / scores.masked_fill(chosen, 0).max().clamp_min(_LEAST)
+def _standard(scores: Tensor, chosen: Tensor) -> Tensor:
+    """Return scores in standard deviations from the mean of the documents that are not chosen."""
+    left = scores[~chosen]
+    return (scores - left.mean()) / left.std(correction=0).clamp_min(_LEAST)
