@@ -94,6 +94,95 @@ def test_tokens_and_entries_are_those_of_one_layer_after_another(name, dtype, pa
     assert all(name.startswith("C (Triton: ") for name in found.stats.executors["answer"])
 
 
+def look_at(model):
+    return [layer.register_forward_hook(lambda *_: None) for layer in model.model.layers[1:2]]
+
+
+def adapt(model):
+    attention = model.model.layers[1].self_attn
+    attention.v_proj = torch.nn.Sequential(attention.v_proj, torch.nn.Identity())
+
+
+def move(model):
+    weight = model.model.layers[1].mlp.down_proj.weight
+    weight.data = 2 * weight.data
+
+
+def write(model):
+    model.model.layers[1].input_layernorm.weight.data.mul_(2)
+
+
+# What may happen between two answers, and whether tokens pass all layers in one call afterwards. Casts are refused.
+BETWEEN = {
+    "nothing": (lambda _: None, True),
+    "weights in other memory": (move, True),
+    "weights written": (write, True),
+    "another number of threads": (lambda _: torch.set_num_threads(torch.get_num_threads() % 2 + 1), True),
+    "a hook": (look_at, False),
+    "an adapter": (adapt, False),
+}
+
+
+@pytest.mark.parametrize("case", BETWEEN)
+def test_later_answers_take_it_from_their_first_token(case, passes):
+    """Unless what they need for it has changed: then they compute with the change."""
+    change, in_one = BETWEEN[case]
+    found = []
+    threads = torch.get_num_threads()
+    for alone in (False, True):
+        model = build("qwen2")
+        with contextlib.ExitStack() as stack:
+            stack.callback(torch.set_num_threads, threads)
+            if alone:
+                stack.enter_context(layer_by_layer())
+            sieve = stack.enter_context(kvsieve.attach(model, PLANS["full"], decode="fused"))
+            options = greedy(max_new_tokens=NEW, output_logits=True, return_dict_in_generate=True)
+            sieve.generate(PROMPT, **options)
+            change(model)
+            passes.clear()
+            found.append(sieve.generate(PROMPT, **options))
+            assert passes == ([[column] for column in range(90, 90 + NEW - 1)] if in_one and not alone else [])
+    assert_same(*found)
+
+
+def fed_after_another_answer(model, plan, passes, *prompt):
+    """Feed an answer's tokens under a plan after one under full KV: once in one call if possible, once layer by layer.
+
+    Returns:
+        Of both ways, columns of the passes in one call, logits and what is stored, and the executors.
+    """
+    found = []
+    for alone in (False, True):
+        with contextlib.ExitStack() as stack:
+            if alone:
+                stack.enter_context(layer_by_layer())
+            sieve = stack.enter_context(attached(model, PLANS["full"], "fused", any_plan=True))
+            sieve.generate(PROMPT, **greedy(max_new_tokens=3))
+            assert alone or passes
+            sieve = under(sieve, plan)
+            cache = sieve.prefill(*prompt)
+            for layer in cache.sieve_layers.values():
+                layer.store.make_room(NEW)
+            passes.clear()
+            parts = []
+            for column in tiny_prompt(len(prompt[0]), 3, seed=1).split(1, 1):
+                mask = cache.conversation.mask
+                mask = None if mask is None else torch.nn.functional.pad(mask, (0, 1), value=1)
+                parts.append(sieve.feed(cache, column, mask, logits=1).logits)
+            parts += [part for layer in entries(cache) for part in layer if isinstance(part, torch.Tensor)]
+            found.append((list(passes), parts, vars(cache.turn.record.reads)))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", PLANS)
+def test_answers_of_other_plans_take_it_from_their_first_token(name, dtype, passes):
+    """Their executors are their own."""
+    found, wanted = fed_after_another_answer(build("qwen2", dtype=dtype), PLANS[name], passes, *padded_prompt(50, 7))
+    assert len(found[0]) == 3 and wanted[0] == []
+    assert all(map(torch.equal, found[1], wanted[1])) and found[2] == wanted[2]
+
+
 def test_rows_and_weights_in_blocks_and_norms_of_heads_take_it(passes):
     blocks, _ = quantized(build("qwen3"))
     ids = tiny_prompt(3, 50)
@@ -113,8 +202,9 @@ OTHERWISE = {
 
 @pytest.mark.parametrize("plan", OTHERWISE.values(), ids=OTHERWISE)
 def test_plans_that_do_more_to_a_token_pass_layer_by_layer(plan, passes):
-    answered(build("llama"), plan)
-    assert passes == []
+    found, wanted = fed_after_another_answer(build("llama"), plan, passes, PROMPT)
+    assert found[0] == wanted[0] == [] and found[2] == wanted[2]
+    assert all(map(torch.equal, found[1], wanted[1]))
 
 
 def test_rows_with_padding_take_it(passes):

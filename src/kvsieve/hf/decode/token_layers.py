@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from kvsieve.attention import AttentionRequest, DenseEntries, next_border, token_kernel
+from kvsieve.attention import AttentionRequest, DenseEntries, FlatEntries, explain, next_border, token_kernel
 from kvsieve.cache.lanes import LANES
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.cache.cache import SieveCache
@@ -52,6 +52,7 @@ class _TokenChoice:
         start: columns fed before the first of these passes.
         end: columns fed before the first pass after them.
         entries: of the cache, which the tokens join; None if layers attend otherwise.
+        executors: of the layers in the table, by index, where the turn's reads have none yet.
     """
 
     reads: Reads
@@ -59,6 +60,7 @@ class _TokenChoice:
     start: int
     end: int
     entries: TokenEntries | None
+    executors: dict[int, str] = field(default_factory=dict)
 
 
 class _AttendedEntries(NamedTuple):
@@ -140,17 +142,22 @@ class TokenLayers:
             return None
         caches = []
         attended = []
+        executors = []
         for row in rows:
-            entries = self._entries(row, hidden.new_empty(batch, 0))
+            choice = self._choice(row, hidden.new_empty(batch, 0))
+            entries = choice.entries
             counts = None if entries is None or entries.batch != batch else _placed(row.cache, entries)
             if entries is None or counts is None:
                 return None
             caches.append(entries)
             attended.append(counts)
+            executors.append(choice.executors)
         cores.look()
         output = through_layers(hidden, cosine, sine, caches, [row.step.start for row in rows])
         entry = 2 * cosine.shape[-1] * hidden.element_size()
-        for row, counts in zip(rows, attended, strict=True):
+        for row, counts, names in zip(rows, attended, executors, strict=True):
+            for index, name in names.items():
+                row.reads.executors.setdefault(index, name)
             for at, reads in enumerate(row.counts if isinstance(row, AnswerSession) else [row.reads]):
                 reads.read(batch * (counts.entries + at * counts.more), entry)
                 reads.read(batch * (counts.weighted + at * counts.more_weighted), entry + 4)
@@ -183,14 +190,11 @@ class TokenLayers:
         self._weights = Weights.joined(cast("list[Weights]", weights))
         return True
 
-    def _entries(self, session: Session, hidden: Tensor) -> TokenEntries | None:
-        """Return the entries that the tokens join, or None if the table lets a layer attend by another executor.
+    def _choice(self, session: Session, hidden: Tensor) -> _TokenChoice:
+        """Return the table's choice for the tokens, as first asked in this turn.
 
         hidden: of the dtype and the rows of the tokens.
         """
-        # The first pass of a turn goes layer by layer, and the executors are noted.
-        if len(session.reads.executors) < self.count:
-            return None
         choices = self._choices.setdefault(session.cache, {})
         tokens = session.tokens.size
         known = choices.get(tokens)
@@ -199,7 +203,7 @@ class TokenLayers:
             known = None
         if known is None or not known.start <= session.step.start < known.end:
             known = choices[tokens] = self._asked(session, hidden, threads)
-        return known.entries
+        return known
 
     def _asked(self, session: Session, hidden: Tensor, threads: int) -> _TokenChoice:
         """Ask the table about the next passes over as many tokens."""
@@ -211,17 +215,23 @@ class TokenLayers:
             return refused
         columns = _MOST
         found = []
+        executors = {}
         scales = [part.scale for part in self._parts]
-        for layer, kernel, scale in zip(layers.values(), self._kernels, scales, strict=True):
+        for (index, layer), kernel, scale in zip(layers.items(), self._kernels, scales, strict=True):
             store = layer.store
             if store.is_encoded:
                 return refused
             query = hidden.new_empty(len(hidden), kernel.widths[0] // kernel.head, tokens, kernel.head)
             stored = stored_entries(store)
+            if isinstance(stored, FlatEntries):
+                # The tokens are real.
+                stored.padded = False
+            request: AttentionRequest[Any, None] = AttentionRequest(AttentionQueries(query, scale), stored)
+            if index not in session.reads.executors:
+                executors[index] = explain(request)
             if tokens > 1 and isinstance(stored, DenseEntries):
                 # The kernel looks at the marks itself, since the tokens are real.
                 stored.valid = None
-            request: AttentionRequest[Any, None] = AttentionRequest(AttentionQueries(query, scale), stored)
             found.append(token_kernel(request))
             if found[-1] is None:
                 return refused
@@ -232,7 +242,7 @@ class TokenLayers:
             return _TokenChoice(session.reads, threads, start, start + 1, None)
         few = [kernel == "few" for kernel in found]
         entries = TokenEntries(self._kernels, scales, len(hidden), tokens, hidden.dtype, LANES, few)
-        return _TokenChoice(session.reads, threads, start, start + columns, entries)
+        return _TokenChoice(session.reads, threads, start, start + columns, entries, executors)
 
 
 def _rows_of(session: Session, cache: Any) -> Sequence[Session]:
