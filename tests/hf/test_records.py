@@ -160,6 +160,38 @@ def test_a_row_that_stayed_whole_is_reduced_as_it_would_be_alone(model, name):
             assert stored(both, (0, 29))[row] == stored(alone)[0]
 
 
+def of_rows(cache):
+    """Per row, layer and head: numbers of the true tokens that are stored, none for columns that a row has not kept."""
+    mask = cache.conversation.mask
+    places = torch.ones(cache.conversation.batch, cache.num_seen) if mask is None else mask
+    numbers = (places.long().cumsum(1) - 1).tolist()
+    rows = zip(numbers, stored(cache, (0,) * len(numbers)), strict=True)
+    return [[[[own[at] for at in head] for head in layer] for layer in row] for own, row in rows]
+
+
+@pytest.mark.filterwarnings("ignore::kvsieve.errors.KvsieveWarning")
+@pytest.mark.parametrize("name", ACTING)
+def test_rows_that_keep_different_numbers_of_drafts_have_the_records_of_each_alone(model, name):
+    """Though one acts for the first time while another acts again, acts later, or has no token in a column."""
+    ids, new = tiny_prompt(3, 30), tiny_prompt(3, 4, seed=3)
+    plan = plan_of(name, model, every=3, budget=16)
+    with kvsieve.attach(model, plan) as sieve:
+        both = sieve.prefill(ids, reduce=False)
+        alone = [sieve.prefill(ids[row : row + 1], reduce=False) for row in (0, 1, 2)]
+        for counts in ((1, 2, 4), (4, 1, 2), (0, 2, 1), (4, 3, 0)):
+            mask = both.conversation.mask
+            mask = None if mask is None else torch.nn.functional.pad(mask, (0, 4), value=1)
+            fed = sieve.feed(both, new, mask, PassRequest(phase="decode", tentative=True))
+            if plan.weighs_layers:
+                with pytest.raises(kvsieve.errors.UnsupportedOptionError, match="rows accept different numbers"):
+                    fed.transaction.accept(counts)
+                break
+            fed.transaction.accept(counts)
+            for row, cache in enumerate(alone):
+                feed(sieve, cache, new[row, : counts[row]])
+            assert of_rows(both) == [stored(cache)[0] for cache in alone], counts
+
+
 @pytest.mark.filterwarnings("ignore::kvsieve.errors.KvsieveWarning")
 @pytest.mark.parametrize("before", ["h2o", "roco"])
 @pytest.mark.parametrize("name", [name for name in ACTING if name not in ("h2o", "roco")])

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import ScoredEvictor, check_int, last_real, positions, skips
 from kvsieve.methods.decoding import carried, limited, weights_by_block
+from kvsieve.methods.h2o import moved
 from kvsieve.planning.registry import register_method
 from kvsieve.types import LayerContext, Selection
 
@@ -45,22 +46,19 @@ class CORM(ScoredEvictor, heads="own", ragged=True, query_aware=True):
         if "asked" not in ctx.state:
             self.observe(ctx)
         now = torch.tensor(ctx.step.lengths).to(ctx.keys.device, non_blocking=True)[:, None, None]
-        asked = ctx.state["asked"]
+        # Rows that do not act keep entries, and their records, that are chosen to go here.
+        asked = moved(ctx.state["asked"], ctx.state["index"], _index(ctx))
         recent = last_real(ctx, self.recent)
         stays = (asked > now - self.queries) | recent
         # From the newest step on; weights of entries that stay are below.
         age = (asked - now).float().masked_fill(recent, float("inf"))
-        selection = limited(self, ctx, age, stays, counts)
-        if selection is not None:
-            for name in ("asked", "index"):
-                ctx.state[name] = ctx.state[name].gather(-1, selection.indices)
-        return selection
+        return limited(self, ctx, age, stays, counts)
 
     def observe(self, ctx: LayerContext) -> None:
         """Record, for each entry, the step of the last query to which it was important."""
         if skips(self.skip_layers, ctx):
             return
-        index = ctx.index if ctx.valid is None else ctx.index.masked_fill(~ctx.valid, -1)
+        index = _index(ctx)
         asked = self._important(ctx)
         known = ctx.state.get("index")
         if known is not None:
@@ -77,3 +75,7 @@ class CORM(ScoredEvictor, heads="own", ragged=True, query_aware=True):
             important = weights.amax(2) * step >= 1
             found[..., part] = torch.maximum(found[..., part], (important * step).amax(2))
         return found
+
+
+def _index(ctx: LayerContext) -> Tensor:
+    return ctx.index if ctx.valid is None else ctx.index.masked_fill(~ctx.valid, -1)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +27,19 @@ from kvsieve.planning.roles.codec import ASKED
 from kvsieve.types import LayerContext, Selection, Step
 
 
+def act_together(plan: Plan, cache: SieveCache, step: Step, due: tuple[bool, ...] = ()) -> Sequence[tuple[bool, ...]]:
+    """Return the rows that the evictor acts on, as `due` of `evict`: those with a first act apart from the others."""
+    if plan.evict is None:
+        return ()
+    first = _first_acts(plan, cache, step)
+    both = [tuple(map(operator.and_, due, first)), tuple(map(operator.gt, due, first))]
+    return both if all(map(any, both)) else (due,)
+
+
 def evict(plan: Plan, ctx: LayerContext, cache: SieveCache, due: tuple[bool, ...] = ()) -> None:
     """Let a plan's evictor reduce one or several layers, and record the effect on the prompt.
 
-    due: per row, True if it acts now; others keep everything. Empty: all rows.
+    due: per row, True if it acts now; others keep everything. Empty: all rows. See `act_together`.
     """
     evictor = plan.evict
     assert evictor is not None
@@ -46,12 +59,12 @@ def evict(plan: Plan, ctx: LayerContext, cache: SieveCache, due: tuple[bool, ...
     if prompt:
         record.asked = max(evictor.requested(length, turn.new_tokens) for length in lengths)
         record.raised_to = max(counts) if max(counts) > record.asked else None
-    elif not (record.reduced or conversation.acted or evictor.keeps_prompt) and _first_acts(
-        plan, step, conversation.prompt_lengths
-    ):
+    elif any(map(operator.and_, due, _first_acts(plan, cache, step))):
         # What methods record at the end of a prompt they record here if all stayed whole (reduce=False).
         shown = dataclasses.replace(shown, step=dataclasses.replace(step, phase="prefill"))
+    before = {} if all(due) else copy.deepcopy(ctx.state)
     chosen = evictor.select(shown, counts)
+    _restore(ctx.state, before, due)
     if not all(due) and isinstance(chosen, Selection):
         chosen = in_rows(chosen, shown, due)
     per_layer = chosen if isinstance(chosen, dict) else {ctx.layer_idx: chosen}
@@ -84,9 +97,22 @@ def evict(plan: Plan, ctx: LayerContext, cache: SieveCache, due: tuple[bool, ...
             record.kept[index] = layer.store.entries
 
 
-def _first_acts(plan: Plan, step: Step, prompt_lengths: tuple[int, ...]) -> bool:
-    """Return True if the plan acts on some row's answer for the first time."""
-    return any(length - prompt == plan.when.steps for length, prompt in zip(step.lengths, prompt_lengths, strict=True))
+def _first_acts(plan: Plan, cache: SieveCache, step: Step) -> tuple[bool, ...]:
+    """Return per row, True if the plan acts on its answer for the first time, and not on an earlier prompt."""
+    conversation = cache.conversation
+    rows = zip(step.lengths, conversation.prompt_lengths, strict=True)
+    if cache.turn.record.reduced or conversation.acted or plan.evict is None or plan.evict.keeps_prompt:
+        return (False,) * conversation.batch
+    return tuple(length - prompt == plan.when.steps for length, prompt in rows)
+
+
+def _restore(state: dict[str, Any], before: dict[str, Any], due: tuple[bool, ...]) -> None:
+    """Restore the records of rows that do not act; records per entry have the tokens of their entries beside them."""
+    for name in state.keys() & before.keys():
+        new, old = state[name], before[name]
+        if isinstance(new, Tensor) and new.shape == old.shape and new.shape[:1] == (len(due),):
+            acts = torch.tensor(due, device=new.device).view(-1, *(1,) * (new.ndim - 1))
+            state[name] = new.where(acts, old.to(new.device))
 
 
 def _real_only(evictor: Evictor, selection: Selection, store: LayerMemory) -> Selection:

@@ -119,9 +119,17 @@ class PassState:
 
     @property
     def due(self) -> tuple[bool, ...]:
-        """Per row, True if an evictor that acts while decoding acts in this pass; a single value while rows agree."""
+        """Per row, True if an evictor that acts while decoding acts in this pass; a single value while rows agree.
+
+        A row acts with its own tokens, and not again where only other rows have one.
+        """
         step = self.step
-        return self.due_after(self.cache.turn.decoded + self.ahead + step.num_new, step.lengths, step.mask is not None)
+        decoded = self.cache.turn.decoded + self.ahead + step.num_new
+        due = self.due_after(decoded, step.lengths, step.mask is not None)
+        valid = self.tokens.valid
+        if valid is None or not any(due):
+            return due
+        return tuple(acts and real for acts, real in zip(due, valid[:, -1].tolist(), strict=True))
 
     def due_after(self, decoded: int, lengths: Sequence[int], padded: bool) -> tuple[bool, ...]:
         """Return the same for a token of an answer.

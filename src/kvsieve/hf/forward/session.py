@@ -18,7 +18,7 @@ from kvsieve.hf.forward.by_column import attend_by_column
 from kvsieve.hf.forward.compact import columns_of
 from kvsieve.hf.forward.drafted import choose_drafted
 from kvsieve.hf.forward.encode import decode_before, encode_after
-from kvsieve.hf.forward.evict import closed_up, drops_nothing, evict
+from kvsieve.hf.forward.evict import act_together, closed_up, drops_nothing, evict
 from kvsieve.hf.forward.pass_state import PassState
 from kvsieve.hf.forward.propagate import propagate
 from kvsieve.hf.forward.recent import recent_queries
@@ -208,8 +208,8 @@ class Session(PassState):
             ctx = self._context(index, layer, asked, out)
             if plan.propagate is not None and self.source is not None and self.step.ends_prompt:
                 propagate(self, index, layer, ctx)
-            if plan.evict is not None:
-                evict(plan, ctx, self.cache, self.due)
+            for number, rows in enumerate(act_together(plan, self.cache, self.step, self.due)):
+                evict(plan, self._context(index, layer, asked, out) if number else ctx, self.cache, rows)
         if prompt:
             self.cache.turn.record.kept[index] = layer.store.entries
 
