@@ -65,6 +65,7 @@ BAD = {
         ("scope:strategy=adaptive:answer=512", "no effect with strategy='adaptive'"),
         ("scope:strategy=discontinuous:answer=50%", "no effect with strategy='discontinuous'"),
         ("kvcrush:seed=7", "KVCrush: seed=7 has no effect with anchor='alternating'"),
+        ("kvcrush:representatives=0", "KVCrush: representatives=0 keeps what base keeps alone"),
         ("adakv:rule=kvpress:normalize=false", "AdaKV: normalize=False has no effect with rule='kvpress'"),
         ("attentionmatching:values=false:ridge=0.1", "AttentionMatching: ridge=0.1 has no effect with values=False"),
         ("compactor:parts=leverage:chunk_length=8", "Compactor: chunk_length=8 has no effect with parts='leverage'"),
@@ -79,6 +80,18 @@ def test_a_parameter_without_effect_is_refused(spec, message):
     ((name, given),) = compared_specs(spec, None)
     with pytest.raises(PlanError, match=message):
         kvsieve.plan(name, **given)
+
+
+POOLED = [name for name in kvsieve.list_methods() if {"kernel", "pooling"} <= method_info(name).parameters.keys()]
+
+
+@pytest.mark.parametrize("method", POOLED)
+def test_a_kind_of_pooling_is_refused_where_nothing_is_pooled(method):
+    info = method_info(method)
+    default, other = sorted(("avg", "max"), key=lambda kind: kind != info.parameters["pooling"])
+    assert kvsieve.plan(method, **{**info.example, "kernel": 1, "pooling": default})
+    with pytest.raises(PlanError, match=f"{method}: pooling='{other}' has no effect with kernel=1; leave it out"):
+        kvsieve.plan(method, **{**info.example, "kernel": 1, "pooling": other})
 
 
 @pytest.mark.parametrize(

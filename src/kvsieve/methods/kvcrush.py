@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import (
     Wrapper,
@@ -40,7 +41,7 @@ Anchor = Literal["alternating", "random", "zeros", "ones"]
 class KVCrush(Wrapper, heads="all", query_aware=False):
     """Keep the best entries by `base`'s scores, and representatives: ``KVCrush(base=SnapKV(budget=0.2))``.
 
-    representatives: their share of the budget without entries that `base` protects, in [0, 1]. anchor: bits per KV head
+    representatives: their share of the budget without entries that `base` protects, in (0, 1]. anchor: bits per KV head
     from which distances are measured; "random" draws them once per `seed`.
     """
 
@@ -51,6 +52,10 @@ class KVCrush(Wrapper, heads="all", query_aware=False):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_share(self, "representatives", self.representatives)
+        if not self.representatives:
+            raise PlanError(
+                "KVCrush: representatives=0 keeps what base keeps alone; give a share above 0, or take base"
+            )
         check_int(self, "seed", self.seed, 0)
         if self.anchor != "random":
             refuse_unused(self, f"anchor={self.anchor!r}", "seed")

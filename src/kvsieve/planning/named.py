@@ -59,6 +59,7 @@ def plan(
     codec, rest, prefill, merge = (parameters.pop(name, None) for name in options)
     info = method_info(method)
     check_parameters(info, parameters)
+    _check_pooling(info, parameters)
     values = dict(parameters)
     paper = values.pop("paper", False)
     if not isinstance(paper, bool):
@@ -83,6 +84,13 @@ def plan(
         if value is not None:
             result = dataclasses.replace(result, **{role: read(value)})
     return result
+
+
+def _check_pooling(info: MethodInfo, given: Mapping[str, Any]) -> None:
+    """Raise PlanError for a kind of pooling other than the default with a kernel that pools nothing."""
+    default = info.parameters.get("pooling")
+    if given.get("kernel") == 1 and given.get("pooling", default) != default:
+        raise PlanError(f"{info.name}: pooling={short(given['pooling'])} has no effect with kernel=1; leave it out")
 
 
 def _as_in_paper(info: MethodInfo, arguments: Mapping[str, Any]) -> Plan:
