@@ -154,6 +154,46 @@ def test_a_member_that_must_be_absent_is_refused_by_name_with_what_to_do(url, pa
         assert (reply.status_code, message) == (400, f"{name}: not supported here; leave it out")
 
 
+FORM = {"type": "json_schema", "schema": {"type": "object"}}
+ASKED = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 2}
+SOURCE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+
+
+def with_image(kind, members, name="messages"):
+    return {name: [{"role": "user", "content": [{"type": kind, **members}]}]}
+
+
+IN_OWN_NAMES = {
+    "two limits": ("chat/completions", {"max_completion_tokens": 3}, ("max_tokens: 2 ", "max_completion_tokens=3")),
+    "two forms": (
+        "messages",
+        {"output_format": FORM, "output_config": {"format": {**FORM, "schema": {}}}},
+        ("output_format: ", "output_config.format"),
+    ),
+    "an image": ("chat/completions", with_image("image_url", {"image_url": {"url": "data:"}}), ("'image_url'",)),
+    "Anthropic's image": ("messages", with_image("image", {"source": SOURCE}), ("of type 'image' out",)),
+    "OpenAI's new image": (
+        "responses",
+        with_image("input_image", {"image_url": "data:"}, "input"),
+        ("of type 'input_image' out",),
+    ),
+    "a kind of file": (
+        "messages",
+        with_image("image", {"source": {**SOURCE, "media_type": "image/bmp"}}),
+        ("messages.0.content: an image's source.media_type is image/png, ", "got 'image/bmp'"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IN_OWN_NAMES)
+def test_refusals_name_the_members_of_their_protocol(url, case):
+    path, members, words = IN_OWN_NAMES[case]
+    asked = {} if path == "responses" else ASKED
+    reply = httpx.post(f"{url}/{path}", json={"model": "scripted", **asked, **members}, timeout=60)
+    assert reply.status_code == 400
+    assert all(part in reply.json()["error"]["message"] for part in words), reply.text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("span", [[0, 10**6], [5, 2], [-3, -1]])
 def test_a_span_outside_of_the_prompt_is_refused_before_a_stream_begins(url, span, stream):

@@ -114,12 +114,15 @@ def renamed(error: InputError | UnsupportedOptionError | Failure, names: Mapping
 
     Args:
         error: whose message begins with the member.
-        names: of a protocol, by the chat's; a message's number is left out, because protocols number them differently.
+        names: of a protocol, by the chat's, and of a part 'image_url'; a message's number is left out, because
+            protocols number them differently.
     """
     member, colon, rest = str(error).partition(":")
     name = names.get(member.partition(".")[0])
     if not (name and colon):
         return error
+    if "image_url" in names:
+        rest = rest.replace("'image_url'", repr(names["image_url"]))
     message = f"{name}{colon}{rest}"
     if isinstance(error, Failure):
         return Failure(error.status, message, code=error.code, param=name, retry=error.retry)

@@ -272,6 +272,11 @@ class Preparer:
         if wanted > limits.max_tokens:
             name = "max_completion_tokens" if most else "max_tokens"
             raise InputError(f"{name}: at most {limits.max_tokens} here, got {wanted}")
+        if most and request.max_tokens not in (None, most):
+            raise InputError(
+                f"max_tokens: {request.max_tokens} is another limit than max_completion_tokens={most}; leave one of "
+                "them out"
+            )
         answers = request.n or 1
         if answers > limits.answers:
             raise InputError(f"n: at most {limits.answers} here, got {answers}")

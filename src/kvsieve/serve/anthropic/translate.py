@@ -32,8 +32,14 @@ _TAKEN = {
     "user": ("text", "image", "document", "search_result", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
-# Members of a chat request that errors name, as they are called here.
-_NAMES = {"messages": "messages", "stop": "stop_sequences", "response_format": "output_config.format"}
+_IMAGES = ("image/png", "image/jpeg", "image/webp", "image/gif")
+# Members of a chat request, and its kind of part, that errors name, as they are called here.
+_NAMES = {
+    "messages": "messages",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "image_url": "image",
+}
 
 
 def chat_request(body: CountTokensRequest, most: int) -> ChatRequest:
@@ -54,7 +60,10 @@ def chat_request(body: CountTokensRequest, most: int) -> ChatRequest:
         if body.tool_choice.disable_parallel_tool_use:
             members["parallel_tool_calls"] = False
     members |= _reasoning(body)
-    form = body.output_format if body.output_config is None else body.output_config.format or body.output_format
+    form = None if body.output_config is None else body.output_config.format
+    if None not in (form, body.output_format) and form != body.output_format:
+        raise InputError("output_format: output_config.format names another form of the answer; leave one of them out")
+    form = form or body.output_format
     if form is not None:
         members["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
     if isinstance(body, MessagesRequest):
@@ -159,7 +168,10 @@ def _image(source: Source, place: str) -> dict[str, Any]:
             f"{place}: an image is sent with a source of type base64, no address or file is fetched; got one of type "
             f"{source.type!r}"
         )
-    url = f"data:{source.media_type or ''};base64,{source.data or ''}"
+    if source.media_type not in _IMAGES:
+        got = source.media_type
+        raise InputError(f"{place}: an image's source.media_type is {', '.join(_IMAGES)}; got {got!r}")
+    url = f"data:{source.media_type};base64,{source.data or ''}"
     return {"type": "image_url", "image_url": {"url": url}}
 
 

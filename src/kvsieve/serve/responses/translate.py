@@ -32,12 +32,13 @@ from kvsieve.serve.schema import (
 )
 
 _TEXTS = ("input_text", "output_text", "summary_text", "reasoning_text")
-# Members of a chat, by their names here.
+# Members of a chat, and its kind of part, by their names here.
 NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "image_url": "input_image",
 }
 
 
