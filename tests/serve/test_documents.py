@@ -38,10 +38,14 @@ def tokenizer():
     return chat_tokenizer()
 
 
+WIDE = "snapkv:window=32:paper=True"
+ALLOWED = ("full", "snapkv:window=4:paper=True", WIDE, "fastkv:tsp_layer=1:window=4:paper=True", "finch", "gemfilter")
+
+
 @pytest.fixture(scope="module")
 def url(tokenizer):
     limits = ServerLimits(chunk=CHUNK, max_tokens=16, documents=4)
-    options = ServerOptions(limits=limits, others=("full", "snapkv:window=4:paper=True", "finch", "gemfilter"))
+    options = ServerOptions(limits=limits, others=ALLOWED)
     with application(build("llama"), tokenizer, options, "tiny") as app, listening(app) as address:
         yield address
 
@@ -155,6 +159,16 @@ REFUSED = {
         {"documents": ["w1"], "join": "full", "method": "gemfilter"},
         "keeps a shorter prompt in their place; send them in the message, or",
     ),
+    "a question shorter than the observation window": (
+        CHAT,
+        {"documents": [words(1, SIZE), words(2, SIZE)], "join": "ape", "method": WIDE, "budget": 40},
+        "looks back on the last 32; ask more, take kv.join 'full', or take another method",
+    ),
+    "a join deeper than the model": (
+        CHAT,
+        {"documents": [words(1, SIZE), words(2, SIZE)], "join": "blend:layer=40"},
+        "leaves no deeper layer",
+    ),
 }
 
 
@@ -164,6 +178,23 @@ def test_documents_that_cannot_be_joined_are_refused(url, case):
     for stream in (False, True):
         reply = post(url, "chat/completions", {**chat, "kv": kv, "stream": stream})
         assert reply.status_code == 400 and message in reply.json()["error"]["message"], reply.text
+
+
+@pytest.mark.parametrize("join", ["link", "modules", "blend", "prophet", "ape"])
+def test_one_document_is_answered_as_a_plain_prompt_is(url, join):
+    """Also under a method that joins nothing else, in every join that the library prefills in order."""
+    messages = [{"role": "user", "content": "w1 w2"}]
+    body = {"messages": messages, "max_tokens": 4}
+    kv = {"method": "fastkv:tsp_layer=1:window=4:paper=True", "budget": 24}
+    wanted, found = (
+        post(url, "chat/completions", {**body, "kv": {**kv, "documents": [words(3, SIZE)], "join": kind}})
+        for kind in ("full", join)
+    )
+    assert found.status_code == 200, found.text
+    assert found.json()["choices"] == wanted.json()["choices"]
+    two = {**kv, "documents": [words(3, SIZE), words(4, SIZE)], "join": "modules"}
+    refused = post(url, "chat/completions", {**body, "kv": two})
+    assert refused.status_code == 400 and "drops tokens between layers" in refused.json()["error"]["message"]
 
 
 BODIES = {

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from kvsieve.errors import InputError
-from kvsieve.hf.join.join import why_not_joined
+from kvsieve.hf.join.documents import JoinReader, JoinTexts
+from kvsieve.hf.join.join import Joining, why_not_joined
 from kvsieve.hf.sieve import Sieve
-from kvsieve.planning.joins import join_of
+from kvsieve.planning.joins import ParallelJoin, checked_spans, join_of
 from kvsieve.serve.schema import KVOptions
-from kvsieve.serve.ticket import PromptDocuments
+from kvsieve.serve.ticket import Order, PromptDocuments
 
 # Between two documents, and before the message's own text.
 _BREAK = "\n\n"
@@ -98,14 +101,28 @@ def split_prompt(
     return found, [*before, *(token for one in texts for token in one), *ids(text[end:], True)]
 
 
-def check_joined(sieve: Sieve, documents: PromptDocuments | None) -> None:
-    """Raise InputError for documents that cannot be joined under a plan."""
-    shortens = sieve.plan.shortens_prompt
-    if documents is None or (documents.join == "full" and not shortens):
+def check_joined(sieve: Sieve, order: Order) -> None:
+    """Raise InputError or PlanError for documents that cannot be joined under an order's plan."""
+    documents = order.documents
+    if documents is None:
         return
-    reason = why_not_joined(sieve, join_of(documents.join), len(documents.before))
+    plan = sieve.plan
+    kind = join_of(documents.join)
+    texts = JoinTexts(torch.tensor(documents.before), tuple(map(torch.tensor, documents.texts)))
+    reader = JoinReader(sieve, None, None, ends=not plan.query_aware)
+    join = Joining(sieve, kind, texts, None, checked_spans(kind, texts.sizes, texts.start), reader, None)
+    if join.in_order and not plan.shortens_prompt:
+        return
+    way_out = "send them in the message" if plan.shortens_prompt else "take kv.join 'full'"
+    reason = why_not_joined(sieve, kind, texts.start)
+    length = len(order.ids)
+    left = length - documents.end
+    parallel = isinstance(kind, ParallelJoin) and not reader.ends
+    drops = plan.evict is not None and plan.evict.entries(length, order.max_tokens) < length
+    if reason is None and parallel and drops and left < plan.queries(length):
+        reason = f"{left} tokens follow them, and {plan.name} looks back on the last {plan.queries(length)}"
+        way_out = f"ask more, {way_out}"
     if reason is not None:
-        way_out = "send them in the message" if shortens else "take kv.join 'full'"
         raise InputError(f"kv.documents: they cannot be joined: {reason}; {way_out}, or take another method")
 
 

@@ -106,7 +106,7 @@ class Scheduler:
             )
         if context is not None and len(order.ids) + order.max_tokens > context:
             order = replace(order, max_tokens=context - len(order.ids))
-        check_joined(under(self.sieve, order.plan), order.documents)
+        check_joined(under(self.sieve, order.plan), order)
         ticket = Ticket(order, tell, self._wake)
         needed = self._work.needs(order)
         most = self.limits.kv_bytes

@@ -114,6 +114,13 @@ class Joining:
         """Column after the first document, or of the end."""
         return min(self.texts.start + self.texts.sizes[0], self.seen)
 
+    @property
+    def in_order(self) -> bool:
+        """True if all tokens after the first document are prefilled again, so that the whole is one plain prefill."""
+        first = self.first
+        spans = [(max(start, first), end) for start, end in self.spans if end > first]
+        return self._again(spans) == self.seen - first
+
     def _again(self, spans: list[Span]) -> int:
         """Return the number of tokens that all layers prefill again: those of spans, or chosen ones."""
         if isinstance(self.kind, SelectiveJoin):
@@ -124,9 +131,8 @@ class Joining:
 
     def run(self) -> Joined:
         """Return the joined documents. Raises UnsupportedOptionError for a plan or model that cannot join them."""
-        first = self.first
-        if self._again([(max(start, first), end) for start, end in self.spans if end > first]) == self.seen - first:
-            return self._in_order(first)
+        if self.in_order:
+            return self._in_order(self.first)
         reason = why_not_joined(self.sieve, self.kind, self.texts.start)
         if reason is not None:
             way_out = "generate on one prompt" if self.sieve.plan.shortens_prompt else "take the join 'full'"
