@@ -210,7 +210,7 @@ def test_the_place_of_a_document_does_not_decide():
 
 @pytest.mark.parametrize(("having", "wanted"), [(2, 0), (3, 8)])
 def test_a_word_that_few_documents_have_outweighs_attention(having, wanted):
-    """In standard deviations: 2 of 9 documents have the word, 2.41 more than the others; attention's 3.18 count 0.75."""
+    """In standard deviations 2 of 9 documents with the word have 2.41 more than others; attention's 3.18 count 0.75."""
     words = torch.tensor([7] * having + [*range(10, 19 - having)])
     asked = torch.tensor([[0.2] * 8 + [0.9]])
     given = AskedAttention(asked, torch.full_like(asked, 0.1), (1,) * 9, words, torch.tensor([7]))
