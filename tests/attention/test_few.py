@@ -13,7 +13,14 @@ from kvsieve.kernels.cpu import prompt, token
 from kvsieve.methods import KIVI
 
 # Batch, query heads, KV heads, new tokens, entries, channels of keys and of values.
-SHAPES = [(1, 14, 2, 5, 900, 64, 64), (2, 9, 3, 3, 257, 64, 64), (1, 4, 2, 17, 17, 128, 128), (1, 4, 2, 9, 128, 96, 64)]
+SHAPES = [
+    (1, 14, 2, 5, 900, 64, 64),
+    (2, 9, 3, 3, 257, 64, 64),
+    (1, 4, 2, 17, 17, 128, 128),
+    (1, 4, 2, 9, 128, 96, 64),
+    (1, 6, 1, 1, 5000, 64, 80),
+    (2, 14, 2, 1, 2049, 64, 64),
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -62,6 +69,31 @@ def test_few_tokens_over_the_entries_of_each_head(shape):
     assert (found.float() - wanted).norm() <= 4e-3 * wanted.norm()
     request.stored.padded = True
     assert "C, few tokens: some tokens are padding" in explain(request)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("groups", [3, 7])
+@pytest.mark.parametrize("kind", ["dense", "flat"])
+@pytest.mark.parametrize("size", [90, 2050, 4200])
+def test_a_token_gets_the_same_numbers_beside_others_as_alone(size, kind, groups, threads):
+    """Bit for bit, also where tokens begin a tile or a part of the entries: drafts change no answer."""
+    if prompt.reason() is not None:
+        pytest.skip(prompt.reason())
+    new = 6
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 2 * groups, new, 64, generator=draw).bfloat16()
+    keys, values = torch.randn(2, 2, 2, size, 64, generator=draw).bfloat16()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = by("C, few tokens", AttentionRequest(asking(query, 0.2), entries_of(kind, keys, values, new)))
+        for at in range(new):
+            seen = size - new + at + 1
+            entries = entries_of(kind, keys[:, :, :seen], values[:, :, :seen], 1)
+            alone = by("C, few tokens", AttentionRequest(asking(query[:, :, at : at + 1], 0.2), entries))
+            assert torch.equal(together[:, :, at], alone[:, :, 0])
+    finally:
+        torch.set_num_threads(before)
 
 
 def entries_of(kind, keys, values, new):

@@ -67,4 +67,7 @@ def test_the_reference_is_the_plain_definition():
 def test_what_refuses_says_why():
     query, keys = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 30, 16)
     capped = explain(AttentionRequest(asking(query, 0.3, (2.0, None)), DenseEntries(keys, keys)))
-    assert capped.startswith("products (Triton: it is for GPUs; C: logits are capped, or there are sinks; ")
+    assert capped.startswith(
+        "products (Triton: it is for GPUs; C, few tokens: it is for CPUs, in bfloat16; "
+        "C: logits are capped, or there are sinks; "
+    )

@@ -39,14 +39,19 @@ def softmax_of(query, keys, values, seen, weights=0):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Names of the kernel's functions that attention calls."""
+    """Names of the kernels' functions that attention calls."""
     called = []
-    for name in ("token_attention", "ragged_token_attention"):
-        own = getattr(token, name)
+    for module, name in ((token, "token_attention"), (token, "ragged_token_attention"), (prompt, "few_attention")):
+        own = getattr(module, name)
         monkeypatch.setattr(
-            token, name, lambda *given, own=own, name=name, **told: called.append(name) or own(*given, **told)
+            module, name, lambda *given, own=own, name=name, **told: called.append(name) or own(*given, **told)
         )
     return called
+
+
+def is_few(dtype, queries, dim):
+    """Return True if the kernel of few tokens computes them here, with as many queries of a KV head."""
+    return prompt.reason() is None and dtype == torch.bfloat16 and queries >= 3 and not dim % 16
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
@@ -58,7 +63,7 @@ def test_dense_entries(calls, dtype, size, batch, heads, groups, dim):
     found = dense_attention(query, keys, values, scale=SCALE)
     wanted = softmax_of(query, keys, values, torch.ones(batch, heads, size, dtype=torch.bool))
     torch.testing.assert_close(found.double(), wanted, **CLOSE[dtype])
-    assert calls == ["token_attention"] and found.dtype == dtype
+    assert calls == ["few_attention" if is_few(dtype, groups, dim) else "token_attention"] and found.dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
@@ -103,7 +108,8 @@ def test_entries_of_all_heads_in_one_buffer(calls, dtype, new, groups):
         seen = own & (slots < used - (new - 1 - at) * heads)
         wanted = softmax_of(query_of_one, *every, seen)
         torch.testing.assert_close(found[:, :, at : at + 1].double(), wanted, **CLOSE[dtype])
-    assert calls == ["ragged_token_attention"]
+    wanted = "few_attention" if new == 1 and is_few(dtype, groups, 64) else "ragged_token_attention"
+    assert calls == [wanted]
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
@@ -195,8 +201,7 @@ def test_what_it_does_not_compute_is_left_to_torch(calls, monkeypatch):
 @pytest.mark.parametrize("new", [1, 5])
 @pytest.mark.parametrize("few", [False, True], ids=["", "kernel of few tokens"])
 def test_tokens_change_their_executor_at_borders_only(dtype, threads, new, few, monkeypatch):
-    for module in (token, prompt):
-        monkeypatch.setattr(module, "asked_threads", lambda: threads)
+    monkeypatch.setattr(token, "asked_threads", lambda: threads)
     monkeypatch.setattr(prompt, "reason", lambda: None if few else "switched off for this test")
     query = torch.zeros(1, 4, new, 16, dtype=dtype)
     keys = torch.zeros(1, 2, 4200, 16, dtype=dtype)
@@ -210,4 +215,4 @@ def test_tokens_change_their_executor_at_borders_only(dtype, threads, new, few, 
         changes = {at + new + 1 for at in range(1, len(chosen)) if chosen[at] != chosen[at - 1]}
         assert changes <= {next_border(size - 1) for size in changes}
         first = "few" if few and new > 1 and dtype == torch.bfloat16 else "token"
-        assert chosen[0] == first and (threads == 1 or changes)
+        assert chosen[0] == first and (bool(changes) == (threads > 1 and first == "token"))

@@ -16,9 +16,11 @@ from transformers import (
 import kvsieve
 from kvsieve.errors import InputError, PlanError, UnsupportedOptionError
 from kvsieve.hf.generate.drafted import TokenSteps, true_rows
+from kvsieve.kernels.cpu import prompt
 from oracle import let_drafts_know
 from small import plan_of
 from tiny import greedy, padded_prompt, tiny_model, tiny_prompt
+from tiny_models import build
 from toy_chats import chat_tokenizer
 
 DRAFT = "lookup:tokens=4:ngram=1:adapt=false"
@@ -329,3 +331,19 @@ def test_draws_with_drafts_have_the_models_distribution():
     chi = ((counts - expected) ** 2 / expected).sum(1)
     # 24.3 is passed by chance once in a thousand times, with seven degrees of freedom.
     assert chi.max() < 24.3
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", [name for name in PLANS if name != "gemfilter"])
+def test_answers_in_bfloat16(family, name, monkeypatch):
+    """Of models with at least three query heads to a KV head, where a processor multiplies pairs of bfloat16."""
+    if prompt.reason() is not None:
+        pytest.skip("passes over several tokens round differently")
+    model = build(family, dtype=torch.bfloat16, num_attention_heads=6, hidden_size=96)
+    found = []
+    for source in (None, DRAFT):
+        with kvsieve.attach(model, planned(name, model)) as sieve:
+            found.append(sieve.generate(tiny_prompt(size=150), draft=source, **greedy(max_new_tokens=60)))
+        let_drafts_know(monkeypatch, found[0].sequences.tolist())
+    assert torch.equal(found[0].sequences, found[1].sequences)
+    assert found[1].stats.drafts.accepted > 10

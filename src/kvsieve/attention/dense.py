@@ -151,9 +151,24 @@ def _token_mask(stored: DenseEntries) -> Tensor | None:
     return mask
 
 
+def _why_not_on_device(request: _Request) -> str | None:
+    """Refuse a length that the device alone knows."""
+    return None if request.stored.length is None else "the device alone knows the length"
+
+
+def _why_not_few(request: _Request) -> str | None:
+    return few.why_not_few(request.asked.query, request.stored.keys, request.stored.values, request.asked.scale)
+
+
+def _few(request: _Request) -> Tensor:
+    return few.few_attention(request.asked, request.stored.keys, request.stored.values)
+
+
+FEW = Executor("C, few tokens", each_of(why_not_padded, why_not_learned, why_not_weighted, _why_not_few), _few)
 TOKEN_KERNEL = Executor("C", _why_not_c, _c)
 TOKEN = (
     Executor("Triton", _why_not_triton, _triton),
+    FEW._replace(why_not=each_of(_why_not_on_device, FEW.why_not)),
     TOKEN_KERNEL,
     Executor("torch, beside sinks", each_of(_why_not_beside_sinks, why_not_weighted), _beside_sinks),
     Executor("products", _why_not_products, _products),
@@ -175,11 +190,6 @@ def _why_not_triton_few(request: _Request) -> str | None:
     return reason
 
 
-def _why_not_on_device(request: _Request) -> str | None:
-    """Refuse a length that the device alone knows."""
-    return None if request.stored.length is None else "the device alone knows the length"
-
-
 def _why_not_on_host(request: _Request) -> str | None:
     return "the host knows the length" if request.stored.length is None else why_not_plain(request)
 
@@ -193,14 +203,6 @@ def _of_length(request: _Request) -> Tensor:
     if stored.valid is not None:
         mask = mask & stored.valid[:, :, None].repeat_interleave(query_heads // stored.valid.shape[1], 1)
     return _sdpa(request, mask)
-
-
-def _why_not_few(request: _Request) -> str | None:
-    return few.why_not_few(request.asked.query, request.stored.keys, request.stored.values, request.asked.scale)
-
-
-def _few(request: _Request) -> Tensor:
-    return few.few_attention(request.asked, request.stored.keys, request.stored.values)
 
 
 def _why_not_last(request: _Request) -> str | None:
@@ -313,9 +315,6 @@ def _rows(request: _Request, attend: Callable[[_Request], Tensor]) -> Tensor:
         entries = DenseEntries(keys[row, :, places][None], values[row, :, places][None], log_weight=weights)
         out[row, :, at] = attend(AttentionRequest(request.asked.of(query[row, :, at][None]), entries))[0]
     return out
-
-
-FEW = Executor("C, few tokens", each_of(why_not_padded, why_not_learned, why_not_weighted, _why_not_few), _few)
 
 
 def prompt_rows(attend: Callable[[_Request], Tensor]) -> tuple[Executor, ...]:

@@ -36,8 +36,8 @@ def _triton(request: _Request) -> Tensor:
 def _why_not_few(request: _Request) -> str | None:
     query = request.asked.query
     stored = request.stored
-    if query.shape[2] == 1:
-        return "it is for several tokens"
+    if stored.foreseen is not None:
+        return "a compiled pass cannot call it"
     if stored.padded:
         return "some tokens are padding"
     if stored.log_weight is not None:

@@ -10,6 +10,9 @@
 // Lanes of a vector; rows, and vectors of entries or channels, of a product that stays in registers.
 #define LANES 16
 #define FEW 4
+// Entries after those that are laid out, of which keys are read ahead.
+#define AHEAD 128
+#define LINE 64 // bytes that memory brings at a time
 
 INLINE uint32_t pair(const uint16_t *at) {
     uint32_t two;
@@ -19,15 +22,17 @@ INLINE uint32_t pair(const uint16_t *at) {
 
 INLINE __m512bh two_of(const uint32_t *at) { return (__m512bh)_mm512_loadu_si512(at); }
 
-// Products of FEW rows, each `apart` pairs from the next, with FEW * LANES entries: pairs of channels, LANES entries side
-// by side.
-INLINE void dots(const uint32_t *q, int64_t apart, const uint32_t *k, int64_t half, __m512 a[FEW][FEW]) {
-    for (int r = 0; r < FEW; r++)
+// Products of up to FEW rows, each `apart` pairs from the next, with FEW * LANES entries: pairs of channels, LANES entries
+// side by side. Meanwhile `lines` cache lines for each pair of channels are read ahead, from `ahead` on.
+INLINE void dots(const uint32_t *q, int64_t apart, const uint32_t *k, int64_t half, __m512 a[FEW][FEW],
+                 int rows, const char *ahead, int lines) {
+    for (int r = 0; r < rows; r++)
         for (int t = 0; t < FEW; t++) a[r][t] = _mm512_setzero_ps();
     for (int64_t c = 0; c < half; c++) {
+        for (int i = 0; i < lines; i++) __builtin_prefetch(ahead + (c * lines + i) * LINE, 0, 2);
         __m512bh x[FEW];
         for (int t = 0; t < FEW; t++) x[t] = two_of(k + (t * half + c) * LANES);
-        for (int r = 0; r < FEW; r++) {
+        for (int r = 0; r < rows; r++) {
             __m512bh y = (__m512bh)_mm512_set1_epi32((int)q[r * apart + c]);
             for (int t = 0; t < FEW; t++) a[r][t] = _mm512_dpbf16_ps(a[r][t], y, x[t]);
         }
@@ -57,6 +62,8 @@ INLINE __m512 capped(__m512 x, float scale, float cap) {
 INLINE void turn(const uint16_t *rows, int64_t slot, uint32_t *to) {
     __m512i x[LANES], y[LANES];
     for (int i = 0; i < LANES; i++) x[i] = _mm512_loadu_si512(rows + i * slot);
+    // Memory does not bring what is read in a while by itself.
+    for (int i = 0; i < LANES; i++) __builtin_prefetch(rows + (i + AHEAD) * slot, 0, 2);
     for (int i = 0; i < LANES; i += 2)
         y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]), y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
     for (int i = 0; i < LANES; i += 4)

@@ -18,10 +18,10 @@ INLINE void few_rows(const Weight *weight, const Given *given, int64_t next, voi
 }
 
 // The same of BESIDE rows of a weight with all rows of x, in groups that differ by one row at most. The weights of the
-// next outputs are read ahead, a part of them by each group.
+// outputs after the next are read ahead, a part of them by each group.
 INLINE void each_group(const Weight *weight, const Given *given, int64_t next, void *out, int64_t at, int form) {
     int64_t groups = (given->rows + TOGETHER - 1) / TOGETHER, row = 0;
-    const char *ahead = (const char *)weight->weight + (at + BESIDE) * next;
+    const char *ahead = (const char *)weight->weight + (at + 2 * BESIDE) * next;
     for (int64_t left = groups; left; left--) {
         int64_t rows = (given->rows - row + left - 1) / left;
 #define FEW(ROWS, LINES) few_rows(weight, given, next, out, at, row, BESIDE, ROWS, form, ahead, LINES)

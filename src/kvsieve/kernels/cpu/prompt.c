@@ -1,7 +1,9 @@
 // Attention of a prompt over chosen blocks of keys, in bfloat16, of which a processor multiplies two at a time (AVX-512
 // BF16). Keys and values of a layer are laid out in pairs once; a block of a head's queries is one task, which goes
 // through its blocks of keys under an online softmax, so that logits never leave a core's nearest caches. Of a few
-// tokens, all queries of a KV head are one task, and keys and values are laid out tile by tile within it.
+// tokens, all queries of a KV head and a part of its entries are one task, and keys and values are laid out tile by tile
+// within it. Parts begin at the same entries whatever the number of tokens and threads, so that a token gets the same
+// numbers beside others as alone.
 #include "half.h"
 #include "token.h"
 
@@ -9,6 +11,7 @@
 #define ROWS 32
 #define PART 128
 #define TILE 128
+#define SPAN 2048 // entries of a part
 
 typedef struct {
     const uint16_t *query, *keys, *values; // of [B, Hq, L, D], [B, H, N, D], [B, H, N, Dv], by strides
@@ -30,15 +33,24 @@ typedef struct {
     float *sums, *logits;     // [PART, Dv], [ROWS, TILE]
     float *most, *total, *shrink;
     uint32_t *tile;  // [TILE * (D + Dv) / 2]
-    uint16_t *taken; // [TILE, D or Dv]
-    int32_t *slots;  // [N] where entries are marked
+    uint16_t *taken; // [TILE, D or Dv] where entries are marked
 } Scratch;
+
+// Of a few tokens, for all threads: sums of each part of a KV row's entries, its greatest logits and totals, and where
+// entries are marked the slots of each row's own.
+typedef struct {
+    int64_t count, rows; // parts of a row at most; queries of a row
+    float *sums;         // [B * H, count, rows, Dv + 2]
+    int32_t *slots;      // [B * H, N]
+    int64_t *lengths;    // [B * H]
+} Parts;
 
 // Entries of a tile that are seen: from `low` on, and up to each row's own: `own` is that of row 0, and every `together`
 // rows have the same.
 typedef struct {
     const uint32_t *keys, *values;
     int64_t size, low, own, together;
+    const char *ahead; // values that are laid out next, or null
 } Tile;
 
 // The own entry of rows that see all of a tile.
@@ -48,15 +60,20 @@ typedef struct {
 // among [0, length).
 static void lay_out_values(const uint16_t *values, int64_t slot, int64_t first, int64_t length, int64_t wide,
                            uint32_t *to) {
+    uint16_t order[2][32];
+    for (int i = 0; i < 32; i++) order[0][i] = (uint16_t)(i / 2 + i % 2 * 32), order[1][i] = order[0][i] + 16;
+    __m512i low = _mm512_loadu_si512(order[0]), high = _mm512_loadu_si512(order[1]);
     for (int64_t p = 0; p < TILE; p += 2) {
         int64_t entry = first + p;
         const uint16_t *value = values + entry * slot;
-        __mmask16 one = entry >= 0 && entry < length ? 0xffff : 0;
-        __mmask16 other = entry + 1 >= 0 && entry + 1 < length ? 0xffff : 0;
-        for (int64_t j = 0; j < wide; j += LANES) {
-            __m512i x = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(one, value + j));
-            __m512i y = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(other, value + slot + j));
-            _mm512_storeu_si512(to + p / 2 * wide + j, _mm512_or_si512(x, _mm512_slli_epi32(y, 16)));
+        __mmask32 one = entry >= 0 && entry < length ? -1 : 0, other = entry + 1 >= 0 && entry + 1 < length ? -1 : 0;
+        for (int64_t j = 0; j < wide; j += 2 * LANES) {
+            __mmask32 there = wide - j < 2 * LANES ? 0xffff : -1;
+            __m512i x = _mm512_maskz_loadu_epi16(one & there, value + j);
+            __m512i y = _mm512_maskz_loadu_epi16(other & there, value + slot + j);
+            _mm512_storeu_si512(to + p / 2 * wide + j, _mm512_permutex2var_epi16(x, low, y));
+            if (there != 0xffff)
+                _mm512_storeu_si512(to + p / 2 * wide + j + LANES, _mm512_permutex2var_epi16(x, high, y));
         }
     }
 }
@@ -73,30 +90,31 @@ static void lay_out(const Job *job, int64_t row, int64_t first) {
     lay_out_values(values, job->value_slot, first - job->pad, job->length, wide, theirs + first / 2 * wide);
 }
 
-// Products of FEW rows with FEW * LANES entries.
-INLINE void logits_of(const uint32_t *q, const uint32_t *k, int64_t half, float *logits) {
+// Products of up to FEW rows with FEW * LANES entries. ahead, lines: as in `dots`.
+INLINE void logits_of(const uint32_t *q, const uint32_t *k, int64_t half, float *logits, int rows, const char *ahead,
+                      int lines) {
     __m512 a[FEW][FEW];
-    dots(q, half, k, half, a);
-    for (int r = 0; r < FEW; r++)
+    dots(q, half, k, half, a, rows, ahead, lines);
+    for (int r = 0; r < rows; r++)
         for (int t = 0; t < FEW; t++) _mm512_storeu_ps(logits + r * TILE + t * LANES, a[r][t]);
 }
 
-// Sums of FEW rows, in `vectors` * LANES channels, shrunk, and the values of `count` pairs of entries added.
+// Sums of up to FEW rows, in `vectors` * LANES channels, shrunk, and the values of `count` pairs of entries added.
 INLINE void add_values(const uint32_t *p, const uint32_t *v, int64_t wide, int64_t count, const float *shrink, float *to,
-                       int vectors) {
+                       int vectors, int rows) {
     __m512 a[FEW][FEW];
-    for (int r = 0; r < FEW; r++)
+    for (int r = 0; r < rows; r++)
         for (int t = 0; t < vectors; t++)
             a[r][t] = _mm512_mul_ps(_mm512_loadu_ps(to + r * wide + t * LANES), _mm512_set1_ps(shrink[r]));
     for (int64_t c = 0; c < count; c++) {
         __m512bh x[FEW];
         for (int t = 0; t < vectors; t++) x[t] = two_of(v + c * wide + t * LANES);
-        for (int r = 0; r < FEW; r++) {
+        for (int r = 0; r < rows; r++) {
             __m512bh y = (__m512bh)_mm512_set1_epi32((int)p[r * (TILE / 2) + c]);
             for (int t = 0; t < vectors; t++) a[r][t] = _mm512_dpbf16_ps(a[r][t], y, x[t]);
         }
     }
-    for (int r = 0; r < FEW; r++)
+    for (int r = 0; r < rows; r++)
         for (int t = 0; t < vectors; t++) _mm512_storeu_ps(to + r * wide + t * LANES, a[r][t]);
 }
 
@@ -133,7 +151,16 @@ INLINE void weigh(const float *x, int64_t n, float factor, uint16_t *powers, flo
     *total = *total * *shrink + _mm512_reduce_add_ps(sum);
 }
 
-// `rows` queries, a multiple of FEW, meet a tile.
+// A call with the number of rows that the compiler knows: FEW, or those that are left.
+#define WITH_ROWS(LEFT, CALL)                                                                                         \
+    switch (LEFT) {                                                                                                   \
+    case 1: CALL(1); break;                                                                                           \
+    case 2: CALL(2); break;                                                                                           \
+    case 3: CALL(3); break;                                                                                           \
+    default: CALL(FEW);                                                                                               \
+    }
+
+// `rows` queries meet a tile.
 INLINE void meet(const Job *job, const Tile *tile, int64_t rows, int64_t half, int64_t wide, Scratch *my) {
     float factor = 1.44269504f * (job->cap > 0 ? 1.0f : job->scale);
     for (int64_t first = 0; first < rows; first += ROWS) {
@@ -144,8 +171,16 @@ INLINE void meet(const Job *job, const Tile *tile, int64_t rows, int64_t half, i
         size = seen < size ? seen : size;
         if (!size) continue;
         for (int64_t k = 0; k < size; k += FEW * LANES)
-            for (int64_t r = 0; r < some; r += FEW)
-                logits_of(my->asked + (first + r) * half, tile->keys + k * half, half, my->logits + r * TILE + k);
+            for (int64_t r = 0; r < some; r += FEW) {
+                const uint32_t *q = my->asked + (first + r) * half, *key = tile->keys + k * half;
+                float *logits = my->logits + r * TILE + k;
+                // The first rows read the next values ahead, as many bytes as there are keys.
+                int64_t part = k / FEW / LANES * half * 4 * LINE;
+                int lines = !tile->ahead || first + r >= 2 * FEW ? 0 : rows > FEW ? 2 : 4;
+                const char *ahead = lines ? tile->ahead + part + r / FEW * half * 2 * LINE : 0;
+#define LOGITS(ROWS) logits_of(q, key, half, logits, ROWS, ahead, lines)
+                WITH_ROWS(some - r, LOGITS)
+            }
         for (int64_t r = 0; r < some; r++) {
             float *x = my->logits + r * TILE;
             int64_t at = first + r;
@@ -158,15 +193,19 @@ INLINE void meet(const Job *job, const Tile *tile, int64_t rows, int64_t half, i
             for (int64_t r = 0; r < some; r += FEW) {
                 const uint32_t *p = my->powers + r * (TILE / 2), *v = tile->values + j;
                 float *to = my->sums + (first + r) * wide + j, *shrink = my->shrink + first + r;
-                switch (wide - j < FEW * LANES ? (wide - j) / LANES : FEW) {
-                case 1: add_values(p, v, wide, size / 2, shrink, to, 1); break;
-                case 2: add_values(p, v, wide, size / 2, shrink, to, 2); break;
-                case 3: add_values(p, v, wide, size / 2, shrink, to, 3); break;
-                default: add_values(p, v, wide, size / 2, shrink, to, FEW);
-                }
+#define VALUES(ROWS)                                                                                                  \
+    switch (wide - j < FEW * LANES ? (wide - j) / LANES : FEW) {                                                      \
+    case 1: add_values(p, v, wide, size / 2, shrink, to, 1, ROWS); break;                                             \
+    case 2: add_values(p, v, wide, size / 2, shrink, to, 2, ROWS); break;                                             \
+    case 3: add_values(p, v, wide, size / 2, shrink, to, 3, ROWS); break;                                             \
+    default: add_values(p, v, wide, size / 2, shrink, to, FEW, ROWS);                                                 \
+    }
+                WITH_ROWS(some - r, VALUES)
             }
     }
 }
+#undef LOGITS
+#undef VALUES
 
 // Sizes that the compiler knows become straight code.
 static void meet_sized(const Job *job, const Tile *tile, int64_t rows, Scratch *my) {
@@ -191,12 +230,11 @@ INLINE void write_row(const Job *job, int64_t b, int64_t head, int64_t token, in
     }
 }
 
-// Row r of what is asked is a token's head, or 0 where there is no such token.
+// Row r of what is asked is a token's head.
 INLINE void take_query(const Job *job, int64_t b, int64_t head, int64_t token, int64_t r, Scratch *my) {
     int64_t half = job->dim / 2;
     const uint16_t *query = job->query + b * job->query_row + head * job->query_head + token * job->query_slot;
-    if (token < job->fresh) memcpy(my->asked + r * half, query, half * 4);
-    else memset(my->asked + r * half, 0, half * 4);
+    memcpy(my->asked + r * half, query, half * 4);
     my->most[r] = -INFINITY, my->total[r] = 0;
     memset(my->sums + r * job->wide, 0, job->wide * sizeof(float));
 }
@@ -207,8 +245,7 @@ static void one_part(const Job *job, int64_t b, int64_t head, int64_t block, int
     int64_t rows = job->queries - inside < PART ? job->queries - inside : PART;
     rows = job->fresh - from < rows ? job->fresh - from : rows;
     if (rows <= 0) return;
-    int64_t whole = (rows + FEW - 1) / FEW * FEW;
-    for (int64_t r = 0; r < whole; r++) take_query(job, b, head, r < rows ? from + r : job->fresh, r, my);
+    for (int64_t r = 0; r < rows; r++) take_query(job, b, head, from + r, r, my);
     const uint32_t *keys = job->pairs + (b * job->heads + head / groups) * job->places * (job->dim + job->wide) / 2;
     const uint32_t *values = keys + job->places * half;
     int64_t item = (b * job->sets + head / (job->query_heads / job->sets)) * job->query_blocks + block;
@@ -217,15 +254,15 @@ static void one_part(const Job *job, int64_t b, int64_t head, int64_t block, int
         for (int64_t at = first; at < end; at += TILE) {
             int64_t low = job->pad - at, size = end - at < TILE ? end - at : TILE;
             if (low >= size) continue;
-            Tile tile = {keys + at * half, values + at / 2 * job->wide, size, low > 0 ? low : 0, ALL, 1};
-            meet_sized(job, &tile, whole, my);
+            Tile tile = {keys + at * half, values + at / 2 * job->wide, size, low > 0 ? low : 0, ALL, 1, 0};
+            meet_sized(job, &tile, rows, my);
         }
     }
     int64_t diagonal = job->pad + job->length - job->fresh + block * job->queries;
     for (int64_t at = diagonal; at < diagonal + inside + rows; at += TILE) {
         int64_t low = job->pad - at, own = diagonal + inside - at;
-        Tile tile = {keys + at * half, values + at / 2 * job->wide, TILE, low > 0 ? low : 0, own, 1};
-        meet_sized(job, &tile, whole, my);
+        Tile tile = {keys + at * half, values + at / 2 * job->wide, TILE, low > 0 ? low : 0, own, 1, 0};
+        meet_sized(job, &tile, rows, my);
     }
     for (int64_t r = 0; r < rows; r++) write_row(job, b, head, from + r, r, my);
 }
@@ -250,16 +287,15 @@ static const uint16_t *taken(const uint16_t *from, int64_t *slot, const int32_t 
     return to;
 }
 
-// A tile of a KV row, from entry `at` of `length` on; those that are marked are listed in `slots`.
-static void tile_of(const Job *job, const uint16_t *keys, const uint16_t *values, int64_t at, int64_t length,
-                    Scratch *my) {
+// A tile of a KV row, from entry `at` of `length` on; slots: those of the entries, where they are marked.
+static void tile_of(const Job *job, const uint16_t *keys, const uint16_t *values, const int32_t *slots, int64_t at,
+                    int64_t length, Scratch *my) {
     uint32_t *theirs = my->tile + TILE * job->dim / 2;
     int64_t count = length - at < TILE ? length - at : TILE, key = job->key_slot, value = job->value_slot;
-    if (job->marks) {
-        const int32_t *slots = my->slots + at;
-        const uint16_t *from = taken(keys, &key, slots, count, job->dim, my->taken);
+    if (slots) {
+        const uint16_t *from = taken(keys, &key, slots + at, count, job->dim, my->taken);
         lay_out_keys(from, key, 0, TILE, count, job->dim / 2, my->tile);
-        from = taken(values, &value, slots, count, job->wide, my->taken);
+        from = taken(values, &value, slots + at, count, job->wide, my->taken);
         lay_out_values(from, value, 0, count, job->wide, theirs);
     } else {
         lay_out_keys(keys, key, at, TILE, length, job->dim / 2, my->tile);
@@ -281,21 +317,58 @@ static void show_new(const Job *job, int64_t first, int64_t groups, Scratch *my)
         }
 }
 
-// All queries of a KV head, few of each head: row r is that of token r / groups. The last entries are the tokens' own.
-static void few_of_head(const Job *job, int64_t row, Scratch *my) {
+// Row r is that of token r / groups.
+INLINE void write_few(const Job *job, int64_t row, Scratch *my) {
+    int64_t b = row / job->heads, h = row % job->heads, groups = job->query_heads / job->heads;
+    for (int64_t r = 0; r < job->fresh * groups; r++) write_row(job, b, h * groups + r % groups, r / groups, r, my);
+}
+
+// All queries of a KV head, few of each head, meet a part of its entries. The last entries are the tokens' own.
+static void part_of_head(const Job *job, const Parts *parts, int64_t row, int64_t part, Scratch *my) {
     int64_t b = row / job->heads, h = row % job->heads, groups = job->query_heads / job->heads, half = job->dim / 2;
-    int64_t rows = job->fresh * groups, whole = (rows + FEW - 1) / FEW * FEW;
-    int64_t length = job->marks ? slots_of(job, b, h, my->slots) : job->length;
+    int64_t rows = parts->rows;
+    int64_t length = job->marks ? parts->lengths[row] : job->length, own = length - job->fresh;
+    int64_t end = (part + 1) * SPAN < length ? (part + 1) * SPAN : length;
+    const int32_t *slots = job->marks ? parts->slots + row * job->length : 0;
     const uint16_t *keys = job->keys + b * job->key_row + h * job->key_head;
     const uint16_t *values = job->values + b * job->value_row + h * job->value_head;
-    for (int64_t r = 0; r < whole; r++) take_query(job, b, h * groups + r % groups, r / groups, r, my);
-    for (int64_t at = 0; at < length; at += TILE) {
-        tile_of(job, keys, values, at, length, my);
-        show_new(job, length - job->fresh - at, groups, my);
-        Tile tile = {my->tile, my->tile + TILE * half, TILE, 0, length - job->fresh - at, groups};
-        meet_sized(job, &tile, whole, my);
+    for (int64_t r = 0; r < rows; r++) take_query(job, b, h * groups + r % groups, r / groups, r, my);
+    for (int64_t at = part * SPAN; at < end; at += TILE) {
+        tile_of(job, keys, values, slots, at, length, my);
+        show_new(job, own - at, groups, my);
+        const char *ahead = slots || job->value_slot != job->wide ? 0 : (const char *)(values + (at + TILE) * job->wide);
+        Tile tile = {my->tile, my->tile + TILE * half, TILE, 0, own - at, groups, ahead};
+        meet_sized(job, &tile, rows, my);
     }
-    for (int64_t r = 0; r < rows; r++) write_row(job, b, h * groups + r % groups, r / groups, r, my);
+    if (parts->count == 1) {
+        write_few(job, row, my);
+        return;
+    }
+    float *to = parts->sums + (row * parts->count + part) * rows * (job->wide + 2);
+    memcpy(to, my->sums, (size_t)(rows * job->wide) * sizeof(float));
+    memcpy(to + rows * job->wide, my->most, (size_t)rows * sizeof(float));
+    memcpy(to + rows * (job->wide + 1), my->total, (size_t)rows * sizeof(float));
+}
+
+// The output of a KV head's queries from their parts, in order.
+static void join_parts(const Job *job, const Parts *parts, int64_t row, Scratch *my) {
+    int64_t rows = parts->rows, wide = job->wide;
+    for (int64_t r = 0; r < rows; r++) my->most[r] = -INFINITY, my->total[r] = 0;
+    memset(my->sums, 0, (size_t)(rows * wide) * sizeof(float));
+    for (int64_t part = 0; part < parts->count; part++) {
+        const float *sums = parts->sums + (row * parts->count + part) * rows * (wide + 2);
+        const float *most = sums + rows * wide, *total = most + rows;
+        for (int64_t r = 0; r < rows; r++) {
+            float now = most[r] > my->most[r] ? most[r] : my->most[r];
+            // Where nothing was seen, there is nothing to shrink.
+            float old = my->most[r] == now ? 1.0f : exp2f(my->most[r] - now);
+            float new = most[r] == now ? 1.0f : exp2f(most[r] - now);
+            my->most[r] = now, my->total[r] = my->total[r] * old + total[r] * new;
+            for (int64_t j = 0; j < wide; j++)
+                my->sums[r * wide + j] = my->sums[r * wide + j] * old + sums[r * wide + j] * new;
+        }
+    }
+    write_few(job, row, my);
 }
 
 INLINE char *part_of(char **at, int64_t bytes) {
@@ -315,8 +388,19 @@ static int64_t divide(const Job *job, char *scratch, Scratch *my) {
     my->shrink = (float *)part_of(&at, PART * 4);
     my->tile = (uint32_t *)part_of(&at, TILE * (job->dim + job->wide) * 2);
     my->taken = (uint16_t *)part_of(&at, job->marks ? TILE * (job->dim > job->wide ? job->dim : job->wide) * 2 : 0);
-    my->slots = (int32_t *)part_of(&at, job->marks ? job->length * 4 : 0);
     return at - scratch;
+}
+
+static int64_t share(const Job *job, char *room, Parts *parts) {
+    char *at = room;
+    int64_t rows = job->batch * job->heads;
+    parts->rows = job->query_heads / job->heads * job->fresh;
+    parts->count = job->length > SPAN ? (job->length + SPAN - 1) / SPAN : 1;
+    int64_t sums = parts->count > 1 ? rows * parts->count * parts->rows * (job->wide + 2) : 0;
+    parts->sums = (float *)part_of(&at, sums * (int64_t)sizeof(float));
+    parts->slots = (int32_t *)part_of(&at, job->marks ? rows * job->length * 4 : 0);
+    parts->lengths = (int64_t *)part_of(&at, job->marks ? rows * 8 : 0);
+    return at - room;
 }
 
 // Bytes of scratch that a thread needs; 0 where the compiler knows no products of bfloat16.
@@ -354,17 +438,34 @@ void read_blocks(const Job *job, int64_t threads) {
     }
 }
 
-void read_few(const Job *job, int64_t threads) {
+// 0: there is no memory.
+int64_t read_few(const Job *job, int64_t threads) {
     int64_t rows = job->batch * job->heads;
     Scratch sized;
-    int64_t bytes = divide(job, 0, &sized);
-#pragma omp parallel num_threads((int)threads) if (threads > 1 && rows > 1)
+    Parts parts;
+    int64_t bytes = divide(job, 0, &sized), shared = share(job, 0, &parts);
+    char *room = allocate_lines((size_t)(shared + bytes * threads));
+    if (!room) return 0;
+    share(job, room, &parts);
+#pragma omp parallel num_threads((int)threads) if (threads > 1 && rows * parts.count > 1)
     {
         Scratch my;
-        divide(job, job->scratch + number_of_thread() * bytes, &my);
+        divide(job, room + shared + number_of_thread() * bytes, &my);
+        if (job->marks) {
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t row = 0; row < rows; row++) few_of_head(job, row, &my);
+            for (int64_t row = 0; row < rows; row++)
+                parts.lengths[row] = slots_of(job, row / job->heads, row % job->heads, parts.slots + row * job->length);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < rows * parts.count; i++)
+            part_of_head(job, &parts, i / parts.count, i % parts.count, &my);
+        if (parts.count > 1) {
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t row = 0; row < rows; row++) join_parts(job, &parts, row, &my);
+        }
     }
+    free_lines(room);
+    return 1;
 }
 
 // The same as token.c describes it, of entries that all weigh 1; 0: there is no memory.
@@ -377,11 +478,7 @@ int64_t attend_few(const Token *token, int64_t threads) {
         .marks = token->seen, .mark_row = token->seen_row, .mark_head = token->seen_head, .item = token->item,
         .batch = token->batch, .query_heads = heads, .heads = token->heads, .fresh = token->fresh,
         .length = token->size, .dim = dim, .wide = dim, .scale = token->scale, .out = token->out};
-    job.scratch = allocate_lines((size_t)(scratch_of(&job) * threads));
-    if (!job.scratch) return 0;
-    read_few(&job, threads);
-    free_lines(job.scratch);
-    return 1;
+    return read_few(&job, threads);
 }
 #else
 int64_t scratch_of(const Job *job) {
@@ -391,7 +488,10 @@ int64_t scratch_of(const Job *job) {
 
 void read_blocks(const Job *job, int64_t threads) { (void)job, (void)threads; }
 
-void read_few(const Job *job, int64_t threads) { (void)job, (void)threads; }
+int64_t read_few(const Job *job, int64_t threads) {
+    (void)job, (void)threads;
+    return 0;
+}
 
 int64_t attend_few(const Token *token, int64_t threads) {
     (void)token, (void)threads;

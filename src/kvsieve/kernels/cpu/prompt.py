@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from kvsieve.kernels.cpu.build import address_of, function, threaded
-from kvsieve.kernels.cpu.cores import asked_threads
 from kvsieve.kernels.inputs import PromptGrid, Queries
 
 # Entries that the kernel processes at a time; see prompt.c.
 _TILE = 128
-# Queries of a KV head that the kernel of few tokens takes; entries from which on a KV row is worth several threads.
+# Queries of a KV head that the kernel of few tokens takes, and those from which on it is faster than token.c.
 _FEW = 128
-_LONG = 1024
+_SEVERAL = 3
 # Sizes of blocks, and channels of keys and values, are multiples of these.
 _BLOCK = 64
 _KEY = 2
@@ -47,12 +46,11 @@ def why_not_few(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> st
     """Return the reason why the kernel of a few tokens does not take these, all entries real; None where it does."""
     if not (query.is_cpu and query.dtype == keys.dtype == values.dtype == torch.bfloat16 and scale > 0):
         return "it is for CPUs, in bfloat16"
-    if query.shape[1] // keys.shape[1] * query.shape[2] > _FEW:
-        return f"a KV head has more than {_FEW} queries"
+    queries = query.shape[1] // keys.shape[1] * query.shape[2]
+    if not _SEVERAL <= queries <= _FEW:
+        return f"a KV head has {queries} queries, not {_SEVERAL} to {_FEW}"
     if query.shape[-1] % _KEY or values.shape[-1] % _VALUE:
         return "channels make no whole vectors"
-    if keys.shape[2] >= _LONG and keys.shape[0] * keys.shape[1] < asked_threads():
-        return "there are more threads than KV rows"
     return reason()
 
 
@@ -93,7 +91,10 @@ def block_attention(
         asked.scale,
         asked.softcap or 0.0,
     )
-    _run(_kernels()[0], fields)
+    threads = torch.get_num_threads()
+    scratch = torch.empty(_kernels()[2](byref(fields)) * threads, dtype=torch.uint8)
+    fields.scratch = scratch.data_ptr()
+    _kernels()[0](byref(fields), threads)
     return out.transpose(1, 2)
 
 
@@ -132,7 +133,8 @@ def few_attention(asked: Queries, keys: Tensor, values: Tensor, bias: Tensor | N
     if bias is not None:
         fields.marks, fields.mark_row, fields.mark_head = bias.data_ptr(), *bias.stride()[:2]
         fields.item = bias.element_size()
-    _run(_kernels()[1], fields)
+    if not _kernels()[1](byref(fields), torch.get_num_threads()):
+        raise MemoryError(f"there is no memory for attention to {keys.shape[2]} entries")
     return out.transpose(1, 2)
 
 
@@ -142,15 +144,8 @@ def few_address() -> int:
     return address_of(function("prompt", "attend_few", c_void_p, c_int64, returns=c_int64))
 
 
-def _run(kernel: Callable[..., None], fields: _PromptFields) -> None:
-    threads = torch.get_num_threads()
-    scratch = torch.empty(_kernels()[2](byref(fields)) * threads, dtype=torch.uint8)
-    fields.scratch = scratch.data_ptr()
-    kernel(byref(fields), threads)
-
-
 @functools.cache
-def _kernels() -> tuple[Callable[..., None], Callable[..., None], Callable[..., int]]:
+def _kernels() -> tuple[Callable[..., None], Callable[..., int], Callable[..., int]]:
     """Return the C functions for blocks of a prompt, for few tokens, and for the bytes of scratch per thread."""
     needed = function("prompt", "scratch_of", c_void_p, returns=c_int64)
-    return function("prompt", "read_blocks"), function("prompt", "read_few"), needed
+    return function("prompt", "read_blocks"), function("prompt", "read_few", c_void_p, c_int64, returns=c_int64), needed
