@@ -225,7 +225,7 @@ def test_what_is_kept_for_later_is_told_once(model):
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
-        ("full", "torch (Triton: it is for GPUs; C: it is for CPUs, in float32 or bfloat16; "),
+        ("full", "torch (Triton: it is for GPUs; C, few tokens: it is for CPUs, in bfloat16; C: it is for CPUs, in "),
         ("quest", "group by group (C, in one call: in torch.float64)"),
     ],
 )
