@@ -22,6 +22,8 @@ from kvsieve.lab.eval.intervals import FEWEST_DIFFERENT, estimate
 from kvsieve.lab.eval.rows import document
 
 FOLDER = RESULTS / "qwen2.5-coder-0.5b" / "second_wave"
+# Beside a folder: methods that came after its run, on fewer prompts.
+LATER = "second_wave_later"
 BASELINES = ("snapkv", "kvzip", "rocketkv", "random")
 # Of the first grid; the second counts entries, on long answers.
 SHARES = ("10%", "25%")
@@ -124,16 +126,25 @@ def part(folder: Path = FOLDER) -> str:
         "percent of full KV's score on the same prompts, with the 95% interval, at equal shares of entries. Readers "
         "store all entries and read the share.",
     ]
+    blocks += _blocks(found)
+    later = folder.with_name(LATER)
+    if later.exists():
+        machine = provenance([later / "run.json"])[0]
+        blocks += [f"Methods that came later, beside `snapkv`, on {machine}:", *_blocks(glances(later))]
+    return "\n\n".join(blocks)
+
+
+def _blocks(found: list[Glance]) -> Iterator[str]:
+    """Yield a title, a table and verdicts for each."""
     for one in found:
         if not one.points:
             tasks = ", ".join(f"`{task}`" for task in one.tasks)
-            blocks.append(f"On {one.prompts} prompts of {tasks} full KV scores {one.full:.0f}%, too little to compare.")
+            yield f"On {one.prompts} prompts of {tasks} full KV scores {one.full:.0f}%, too little to compare."
             continue
         title = f"Question {one.question}" if is_of_shares(one) else "Long answers, by entries"
-        blocks.append(f"**{title}**, {one.prompts} prompts of {', '.join(f'`{task}`' for task in one.tasks)}:")
-        blocks.append(table(one))
-        blocks += verdicts(one)
-    return "\n\n".join(blocks)
+        yield f"**{title}**, {one.prompts} prompts of {', '.join(f'`{task}`' for task in one.tasks)}:"
+        yield table(one)
+        yield from verdicts(one)
 
 
 def is_of_shares(one: Glance) -> bool:

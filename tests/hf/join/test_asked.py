@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import kvsieve
 from kvsieve.errors import InputError, PlanError, UnsupportedOptionError
 from kvsieve.methods.joins import Prophet, Relevant
+from kvsieve.methods.joins.relevant import _standard
 from kvsieve.planning.joins import AskedAttention, join_of
 from tiny_models import build
 
@@ -215,6 +216,12 @@ def test_a_word_that_few_documents_have_outweighs_attention(having, wanted):
     asked = torch.tensor([[0.2] * 8 + [0.9]])
     given = AskedAttention(asked, torch.full_like(asked, 0.1), (1,) * 9, words, torch.tensor([7]))
     assert Relevant(documents=1).choose(given).nonzero().flatten().tolist() == [wanted]
+
+
+def test_scores_that_differ_by_rounding_are_equal():
+    scores = torch.tensor([0.7, 0.7, 0.7]).nextafter(torch.tensor([0.7, 0.7, 1.0]))
+    assert len(scores.unique()) == 2
+    assert _standard(scores, torch.zeros(3, dtype=torch.bool)).abs().max() < 0.02
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])

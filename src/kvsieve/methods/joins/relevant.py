@@ -29,8 +29,9 @@ from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import check_int
 from kvsieve.planning.joins import AskedAttention, AskedJoin, register_join
 
-# Scores are divided by at least this.
+# Scores are divided by at least the first, and by the second of the largest.
 _LEAST = 1e-12
+_ROUNDING = 1e-5
 
 
 @register_join("relevant", title="Relevant documents", paper="arXiv 2410.02642")
@@ -83,4 +84,6 @@ class Relevant(AskedJoin):
 def _standard(scores: Tensor, chosen: Tensor) -> Tensor:
     """Return scores in standard deviations from the mean of the documents that are not chosen."""
     left = scores[~chosen]
-    return (scores - left.mean()) / left.std(correction=0).clamp_min(_LEAST)
+    # What differs by rounding alone counts for nearly nothing.
+    least = max(_LEAST, _ROUNDING * float(left.abs().max()))
+    return (scores - left.mean()) / left.std(correction=0).clamp_min(least)
