@@ -13,7 +13,7 @@ from kvsieve.hf.drafts.drafter import Drafter, RowDrafts
 from kvsieve.hf.drafts.length import COSTLY, DraftLength
 from kvsieve.hf.drafts.lookup import LookupDrafter
 from kvsieve.planning.specs import split_specs
-from tiny import tiny_model
+from tiny import tiny_model, tiny_prompt
 
 
 def drafted(tokens, most=4, ngram=2):
@@ -194,8 +194,9 @@ def test_a_pass_that_costs_as_much_per_token_is_never_drafted_for(slope, least):
 @pytest.mark.parametrize(
     ("plan", "dtype", "native", "cost"),
     [
-        ("full", torch.bfloat16, True, (0.06, 0.07)),
-        ("snapkv:budget=10:window=4:every=2", torch.bfloat16, True, (0.06, 0.2)),
+        ("full", torch.bfloat16, True, (0.06, 0.56 * 0.07)),
+        ("snapkv:budget=10:window=4:every=2", torch.bfloat16, True, (0.06, 0.56 * 0.2)),
+        ("quest:budget=16", torch.bfloat16, True, (0.06, 0.07)),
         ("full", torch.bfloat16, False, (0.0, 0.16)),
         ("snapkv:budget=10:window=4", torch.float32, True, (0.0, 0.16)),
         ("snapkv:budget=10:window=4:every=2", torch.float32, True, (0.3, 0.22)),
@@ -207,7 +208,21 @@ def test_passes_are_estimated_by_products_and_by_what_layers_do(monkeypatch, pla
     monkeypatch.setattr(opened, "cpu_computes_bfloat16", lambda: native)
     ((name, parameters),) = split_specs(plan)
     with kvsieve.attach(tiny_model(dtype=dtype), kvsieve.plan(name, **parameters)) as sieve:
-        assert opened.pass_cost(sieve, sieve.new_cache()) == cost
+        assert opened.pass_cost(sieve, sieve.new_cache()) == pytest.approx(cost)
+
+
+def test_further_tokens_take_longer_beside_more_entries(monkeypatch):
+    """Each is multiplied with all entries, which one pass reads once; evicted ones take no time."""
+    monkeypatch.setattr(opened, "cpu_computes_bfloat16", lambda: True)
+    model = tiny_model(dtype=torch.bfloat16)
+    slopes = []
+    for size, plan in ((20, "full"), (500, "full"), (500, "snapkv")):
+        options = {} if plan == "full" else {"budget": 40, "window": 4}
+        with kvsieve.attach(model, kvsieve.plan(plan, **options)) as sieve:
+            slopes.append(opened.pass_cost(sieve, sieve.prefill(tiny_prompt(size=size)))[1])
+    assert slopes[0] < slopes[2] < 0.5 * slopes[1]
+    # Where attention is all, twice the entries take twice the time, in passes that take twice the time.
+    assert slopes[1] < 5 * 0.07
 
 
 def test_costly_drafts_pause_longer_and_longer():

@@ -17,9 +17,9 @@ from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.drafts import Draft
 
 # Time that a pass over several tokens takes longer, in passes over one token: in any case, and for each token after the
-# first. On a CPU (benchmarks/speed/tentative.py), in bfloat16 and where it has no products in that, which then take
-# longer than reading weights, in one call and layer by layer; where layers take tokens alone; and on an H100, also with
-# a codec.
+# first. On a CPU (benchmarks/speed/tentative.py), in bfloat16 at 4,096 tokens of a model of 0.5B parameters, and where
+# it has no products in that, which then take longer than reading weights, in one call and layer by layer; where layers
+# take tokens alone; and on an H100, also with a codec.
 _TOGETHER = 0.06, 0.07
 _ALONE = 0.06, 0.2
 _IN_FLOAT32 = 0.0, 0.16
@@ -87,7 +87,18 @@ def pass_cost(model: AttachedModel, cache: SieveCache) -> tuple[float, float]:
     if model.model.dtype != torch.bfloat16 or not cpu_computes_bfloat16():
         does_more = plan.read is not None or plan.codec is not None or plan.when.steps is not None
         return _BY_LAYER if does_more else _IN_FLOAT32
-    return _TOGETHER if plan.when.steps is None else _ALONE
+    first, slope = _TOGETHER if plan.when.steps is None else _ALONE
+    return first, slope if plan.read is not None else slope * _by_entries(model, cache)
+
+
+def _by_entries(model: AttachedModel, cache: SieveCache) -> float:
+    """Return the time of a further token with this cache, over that with 4,096 tokens of a model of 0.5B parameters.
+
+    A pass reads entries once, but every token is multiplied with them, as with weights.
+    """
+    entries = sum(layer.store.entries for layer in cache.sieve_layers.values())
+    share = 2 * model.config.hidden_size * entries / model.model.num_parameters()
+    return (0.56 + 1.53 * share) / (1 + 0.31 * share)
 
 
 def _drafter(draft: Draft, model: AttachedModel, cache: SieveCache, row: int) -> Drafter:
