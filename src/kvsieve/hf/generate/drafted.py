@@ -261,7 +261,8 @@ class TokenSteps:
                 if self.ended or not self._right(added[-1], drafts, at):
                     break
         finally:
-            self.ids = torch.cat([self.ids, torch.tensor(added, device=self.ids.device).T], 1)
+            if added:
+                self.ids = torch.cat([self.ids, torch.tensor(added, device=self.ids.device).T], 1)
             self._unfinished = torch.tensor(self.going, device=self.ids.device)
 
     def _pad(self, token: int) -> int:
