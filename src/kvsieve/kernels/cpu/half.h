@@ -62,7 +62,7 @@ INLINE __m512 capped(__m512 x, float scale, float cap) {
 INLINE void turn(const uint16_t *rows, int64_t slot, uint32_t *to) {
     __m512i x[LANES], y[LANES];
     for (int i = 0; i < LANES; i++) x[i] = _mm512_loadu_si512(rows + i * slot);
-    // Memory does not bring what is read in a while by itself.
+    // Keys of the next tile, which memory does not bring in time by itself.
     for (int i = 0; i < LANES; i++) __builtin_prefetch(rows + (i + AHEAD) * slot, 0, 2);
     for (int i = 0; i < LANES; i += 2)
         y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]), y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);

@@ -63,7 +63,8 @@ INLINE uint64_t seen_by(const Job *job, const Head *my, int64_t row, int64_t til
 INLINE void logits_of(const Job *job, const Head *my, int64_t row, int64_t tile, int64_t half, const uint32_t *last,
                       __m512 a[FEW][FEW]) {
     const uint32_t *keys = my->keys + tile * TILE * half;
-    if (row + FEW <= job->count) dots((const uint32_t *)(my->query + row * job->query_slot), job->query_slot / 2, keys, half, a, FEW, 0, 0);
+    const uint32_t *query = (const uint32_t *)(my->query + row * job->query_slot);
+    if (row + FEW <= job->count) dots(query, job->query_slot / 2, keys, half, a, FEW, 0, 0);
     else dots(last, half, keys, half, a, FEW, 0, 0);
     __m512 factor = _mm512_set1_ps(1.44269504f * (job->cap > 0 ? 1.0f : job->scale));
     for (int r = 0; r < FEW; r++)

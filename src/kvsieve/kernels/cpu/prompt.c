@@ -230,7 +230,7 @@ INLINE void write_row(const Job *job, int64_t b, int64_t head, int64_t token, in
     }
 }
 
-// Row r of what is asked is a token's head.
+// Query r of the task is that of a token's head.
 INLINE void take_query(const Job *job, int64_t b, int64_t head, int64_t token, int64_t r, Scratch *my) {
     int64_t half = job->dim / 2;
     const uint16_t *query = job->query + b * job->query_row + head * job->query_head + token * job->query_slot;
