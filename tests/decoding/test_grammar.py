@@ -23,6 +23,7 @@ from kvsieve.hf.drafts.drafter import Drafter, RowDrafts
 from kvsieve.hf.drafts.length import DraftLength
 from kvsieve.hf.generate.grammar import compiled
 from kvsieve.planning.grammars import Grammar
+from kvsieve.serve.parsers.lark import Rules
 from tiny_models import build
 from toy_bytes import byte_chats, byte_level
 from toy_words import word_tokenizer
@@ -262,6 +263,31 @@ def test_white_space_between_signs_is_bounded():
     assert matcher.allowed([space]) == 0 and matcher.take(brace)
     assert matcher.allowed([space, space]) == 1 and matcher.allowed([line] * 3) == 1
     assert matcher.allowed([line, *[space] * 40]) == 33
+
+
+TIME = {"type": "string", "format": "time"}
+DAY = {"type": "string", "format": "date-time", "maxLength": 90}
+TIMES = {
+    "alone": (TIME, "{}"),
+    "property": ({"type": "object", "properties": {"at": DAY}, "required": ["at"]}, '{{"at": {}}}'),
+    "items": ({"type": "array", "items": {"anyOf": [TIME, DAY]}}, "[{}]"),
+    "definition": ({"$ref": "#/$defs/at", "$defs": {"at": {"allOf": [TIME]}}}, "{}"),
+}
+
+
+@pytest.mark.parametrize("form", ["answer", "call"])
+@pytest.mark.parametrize(("schema", "frame"), TIMES.values(), ids=TIMES)
+def test_the_fraction_of_a_time_ends(schema, frame, form):
+    if form == "answer":
+        grammar = Grammar.json_schema(schema)
+    else:
+        rules = Rules({})
+        grammar = Grammar.lark(rules.grammar(rules.json(schema)))
+    day = "2026-03-14T" * ("date-time" in json.dumps(schema))
+    for digits, fits in ((9, True), (60, False)):
+        tokens = tokenizer()(frame.format(f'"{day}20:00:00.{"0" * digits}Z"')).input_ids
+        matcher = compiled(grammar, tokenizer()).matcher(ends())
+        assert (matcher.allowed(tokens) == len(tokens)) == fits
 
 
 def test_nothing_follows_complete_json():

@@ -85,6 +85,18 @@ def test_rotations_are_float32_and_of_length_one():
     torch.testing.assert_close(facts.rotate(1, turned, place, inverse=True), x.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_channel_that_hardly_turns_does_not_hide_the_rotation(dtype):
+    """Qwen2.5's keys are like this in one layer."""
+    model = build("qwen2", dtype=dtype, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    with torch.no_grad():
+        model.get_decoder().layers[1].self_attn.k_proj.bias[7] = 300
+    x, place = torch.ones(1, 1, 1, 16), torch.tensor([[160]])
+    layers = [Facts(model).rotate(layer, x, place) for layer in (0, 1)]
+    torch.testing.assert_close(*layers, rtol=0, atol=0)
+    assert not torch.allclose(layers[1], x)
+
+
 @pytest.mark.parametrize("family", ["llama", "phi", "gpt_neox", "gemma", "opt", "starcoder2"])
 def test_output_weight_is_the_projection_by_head(family):
     model = made(family)

@@ -29,6 +29,12 @@ _LIMITS = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
+# Formats whose texts may go on for ever, in digits of a fraction or a number, and most characters that they get.
+_ENDLESS = ("time", "date-time", "duration")
+_MOST_OF_TIME = 40
+# Keywords of a schema with others in them, by name or plainly.
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_PLAIN = ("anyOf", "allOf", "prefixItems", "items", "additionalProperties", "unevaluatedProperties", "contains")
 # Tokens are never forced: texts that a grammar leaves no choice about may be endless.
 _FREE = '%llguidance {"no_forcing": true}'
 
@@ -75,13 +81,39 @@ class Grammar:
         schema = json.loads(self.source)
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
-        return f"%json {json.dumps({**schema, 'x-guidance': _JSON})}"
+        return embedded(schema, **_JSON)
 
     @property
     def text(self) -> str:
         """The grammar as a whole Lark grammar. Raises InputError without llguidance."""
         own = self.source if self.kind == "lark" else f"start: {self.symbol}"
         return f"{own}\n{_FREE}\n"
+
+
+def embedded(schema: Mapping[str, Any], **options: Any) -> str:
+    """Return a JSON schema as a symbol of a Lark grammar.
+
+    Times get at most 40 characters: greedy answers may repeat the digits of a fraction for ever.
+
+    Args:
+        schema: an object.
+        options: of llguidance.
+    """
+    whole = json.loads(json.dumps({**schema, "x-guidance": options}))
+    parts = [whole]
+    while parts:
+        part = parts.pop()
+        if not isinstance(part, dict):
+            continue
+        for name in _NAMED:
+            parts += part[name].values() if isinstance(part.get(name), dict) else []
+        for name in _PLAIN:
+            inner = part.get(name)
+            parts += inner if isinstance(inner, list) else [inner]
+        most = part.get("maxLength", _MOST_OF_TIME)
+        if part.get("format") in _ENDLESS and "minLength" not in part and type(most) is int:
+            part["maxLength"] = min(most, _MOST_OF_TIME)
+    return f"%json {json.dumps(whole)}"
 
 
 def library() -> Any:

@@ -125,14 +125,14 @@ class Facts:
         try:
             with torch.no_grad():
                 keys, positions = self._keys(layer_idx, attention)
-                loose = 0.05 if keys.dtype in (torch.float16, torch.bfloat16) else 1e-3
+                still, loose = (0.01, 0.1) if keys.dtype in (torch.float16, torch.bfloat16) else (1e-3, 1e-3)
                 keys = keys if keys.dtype == torch.float64 else keys.float()
-                if _spread(keys) < loose:
+                if _variation(keys) < still:
                     return None
                 if apply is None:
                     return unknown
                 back = self._turned(layer_idx, apply, keys, positions, inverse=True)
-                if _spread(back) < loose and self._is_rotation(layer_idx, apply, keys, positions):
+                if _variation(back) < loose and self._is_rotation(layer_idx, apply, keys, positions):
                     return apply
         except Exception:  # a layer that is called in another way, or tables of another kind
             pass
@@ -193,9 +193,13 @@ class Facts:
         return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], -1)
 
 
-def _spread(keys: Tensor) -> float:
-    """Return the relative distance of the keys [1, H, P, D] at the positions from those at the first."""
-    return ((keys - keys[:, :, :1]).norm(dim=-1).amax() / keys.norm(dim=-1).amax().clamp_min(1e-30)).item()
+def _variation(keys: Tensor) -> float:
+    """Return how far the keys [1, H, P, D] are from those at the first position, relatively, by channel on average.
+
+    A norm over the channels would not do: one that hardly turns may be the largest by far.
+    """
+    distance = (keys - keys[:, :, :1]).abs().amax(2)
+    return (distance / keys.abs().amax(2).clamp_min(1e-30)).mean().item()
 
 
 class _Caught(Exception):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvsieve.errors import InputError, short
-from kvsieve.planning.grammars import Grammar
+from kvsieve.planning.grammars import Grammar, embedded
 
 # JSON as templates write it, so that no answer is an endless run of white space.
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -49,7 +49,7 @@ class Rules:
         """
         own = dict(schema) if isinstance(schema, Mapping) else {}
         shared = {name: definitions[name] for name in _DEFINITIONS if definitions and name in definitions}
-        return self.rule(f"%json {json.dumps({'x-guidance': _COMPACT, **shared, **own})}")
+        return self.rule(embedded({**shared, **own}, **_COMPACT))
 
     def until(self, end: str, text: str = _ANY) -> str:
         """Return the expression of a text up to a mark, and of the mark.
