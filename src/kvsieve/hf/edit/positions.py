@@ -10,6 +10,7 @@ from torch import Tensor
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.forward.passes import open_session
 from kvsieve.hf.forward.request import PassRequest, StopForward
+from kvsieve.hf.model.facts import variation
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.plans import Plan
 from kvsieve.types import LayerContext
@@ -39,5 +40,4 @@ def _embeds_positions(model: AttachedModel) -> bool:
     call = {"input_ids": torch.ones_like(positions), "position_ids": positions, CACHE: cache, "use_cache": True}
     request = PassRequest(plan=Plan(), phase="prefill", on_layer=stop)
     model.run_pass(open_session(model.context, Plan(), cache, call, request), call, 0)
-    values = found[0].float()
-    return bool((values[:, :, 0] - values[:, :, -1]).norm() > 1e-2 * values[:, :, 0].norm())
+    return variation(found[0].float()) > 1e-2

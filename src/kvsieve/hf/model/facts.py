@@ -127,12 +127,12 @@ class Facts:
                 keys, positions = self._keys(layer_idx, attention)
                 still, loose = (0.01, 0.1) if keys.dtype in (torch.float16, torch.bfloat16) else (1e-3, 1e-3)
                 keys = keys if keys.dtype == torch.float64 else keys.float()
-                if _variation(keys) < still:
+                if variation(keys) < still:
                     return None
                 if apply is None:
                     return unknown
                 back = self._turned(layer_idx, apply, keys, positions, inverse=True)
-                if _variation(back) < loose and self._is_rotation(layer_idx, apply, keys, positions):
+                if variation(back) < loose and self._is_rotation(layer_idx, apply, keys, positions):
                     return apply
         except Exception:  # a layer that is called in another way, or tables of another kind
             pass
@@ -193,13 +193,13 @@ class Facts:
         return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], -1)
 
 
-def _variation(keys: Tensor) -> float:
-    """Return how far the keys [1, H, P, D] are from those at the first position, relatively, by channel on average.
+def variation(entries: Tensor) -> float:
+    """Return how far entries [1, H, P, D] are from those at the first position, relatively, by channel on average.
 
-    A norm over the channels would not do: one that hardly turns may be the largest by far.
+    A norm over the channels would not do: one that hardly changes may be the largest by far.
     """
-    distance = (keys - keys[:, :, :1]).abs().amax(2)
-    return (distance / keys.abs().amax(2).clamp_min(1e-30)).mean().item()
+    distance = (entries - entries[:, :, :1]).abs().amax(2)
+    return (distance / entries.abs().amax(2).clamp_min(1e-30)).mean().item()
 
 
 class _Caught(Exception):
