@@ -13,11 +13,12 @@ from benchmarks.toys.tables import markdown
 SETS = {"natural": "natural questions, word F1", "generated": "questions on generated documents, right answers"}
 
 
-def edits_table(file: Path = RESULTS / "edits.json") -> str:
-    """Return a row per plan and window."""
-    if not file.exists():
-        return ""
-    report = json.loads(file.read_text())
+def edits_table(folder: Path = RESULTS) -> str:
+    """Return a table per model and dtype, with a row per plan and window."""
+    return "\n\n".join(_edits(json.loads(file.read_text())) for file in sorted(folder.glob("edits*.json")))
+
+
+def _edits(report: dict[str, Any]) -> str:
     rows = report["summary"]
     lines = [
         [

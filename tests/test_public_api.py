@@ -35,7 +35,7 @@ SIEVE = """
     check_call(self, call)
     check_tokens(self, cache, new, text=None)
     continues
-    edit(self, cache, input_ids, *, window=64)
+    edit(self, cache, input_ids, *, window=32)
     feed(self, cache, ids, mask, request=PassRequest(plan=None, phase=None, last_chunk=True, on_layer=None,
         before_attention=None, on_leave=None, chunk=None, tentative=False), *, logits=0)
     feeds_one_by_one(self, cache, plan=None)
@@ -61,15 +61,15 @@ CHAT = """
     kept
     messages
     read(self, text, **options)
-    remove(self, turn, *, window=64)
-    replace(self, turn, text, *, window=64)
+    remove(self, turn, *, window=32)
+    replace(self, turn, text, *, window=32)
     retry(self, on_text=None, **options)
     rollback(self, snapshot)
     save(self, path, *, force=False)
     snapshot(self)
     stream(self, message, *, role='user', **options)
     stream_retry(self, **options)
-    strip(self, *, reasoning=True, tools_before=None, window=64)
+    strip(self, *, reasoning=True, tools_before=None, window=32)
     system
     turns
 """

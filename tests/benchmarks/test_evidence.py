@@ -28,7 +28,7 @@ WRITERS = {
     "cpu_kinds.json": "speed/cpu_kinds.py",
     "drafts_*.json": "speed/speculation.py",
     "drafts_passes.json": "speed/tentative.py",
-    "edits.json": "answers/edits.py",
+    "edits*.json": "answers/edits.py",
     "floor.json": "answers/floor.py",
     "gpu.json": "speed/gpu.py",
     "gpu_128k.json": "speed/gpu.py",

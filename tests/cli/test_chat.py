@@ -162,7 +162,7 @@ def test_edits(talk, model_dir, tmp_path):
     for start in ("turn 2 replaced", "turn 1 removed", "stripped"):
         assert sum(bool(re.match(rf"{start}: \d+ tokens reused, \d+ of .* \d+ prefilled$", line)) for line in asides)
     told = [line for line in asides if line.startswith("edited: ")]
-    assert re.match(r"edited: \d.* approximate \(edit:window=64\), \d+ tokens reused", told[0]) or "exact" in told[0]
+    assert re.match(r"edited: \d.* approximate \(edit:window=32\), \d+ tokens reused", told[0]) or "exact" in told[0]
     assert "edited: turn 3: " + told[0].removeprefix("edited: ") in told
     assert "  /replace N TEXT replace the message of turn N by TEXT; its answer stays" in asides
     model, tokenizer = kvsieve.models.load(model_dir, "checkpoint")

@@ -95,7 +95,7 @@ class StoredPrefixes:
         store: of prefixes.
         owner: of the prefixes.
         session: continue the owner's conversation with the entries left by earlier turns, as a chat does on its cache.
-        approximate: rules of approximate prefixes that may serve its prompts, such as ("edit:window=64",); default ().
+        approximate: rules of approximate prefixes that may serve its prompts, such as ("edit:window=32",); default ().
     """
 
     store: PromptStore

@@ -100,7 +100,7 @@ class PrefixStore:
             leave: tokens left to prefill; 0 for a prompt without an answer.
             chunk: tokens per prefill chunk. Plans with entries that depend on chunk ends (sparse prompts, chunked
                 evictors, codecs without an evictor) match only nodes of the same chunk when `turns` are given.
-            approximate: rules such as "edit:window=64", as `cache.conversation.approximate` has them: approximate nodes
+            approximate: rules such as "edit:window=32", as `cache.conversation.approximate` has them: approximate nodes
                 of exactly these may be returned beside exact ones. Default (): exact nodes only.
 
         Raises:

@@ -134,7 +134,7 @@ def checked_rules(approximate: Sequence[str]) -> tuple[str, ...]:
     """Return rules sorted, each once. Raises InputError for another value."""
     if not isinstance(approximate, (tuple, list)) or not all(isinstance(rule, str) for rule in approximate):
         raise InputError(
-            f"approximate= is a tuple of rules such as ('edit:window=64',), got {short(approximate)}; see "
+            f"approximate= is a tuple of rules such as ('edit:window=32',), got {short(approximate)}; see "
             "cache.conversation.approximate"
         )
     return tuple(sorted({*approximate}))

@@ -176,7 +176,7 @@ class Conversation:
         propagated: places where tokens were dropped between layers, in order.
         acted: (start, end) columns of the prompts that the plan has acted on, in order.
         tables: minimum and maximum length of the rotary tables used so far; None if tables do not depend on it.
-        approximate: rules by which entries are approximate, such as "edit:window=64", sorted, each once; () if all are
+        approximate: rules by which entries are approximate, such as "edit:window=32", sorted, each once; () if all are
             those of a prefill.
         edits: columns of these entries, and counts of the last edit.
         turn: the turn in progress, or the last one.

@@ -31,7 +31,7 @@ from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.plans import Plan
 
 # Tokens after an edit that are prefilled again by default.
-WINDOW = 64
+WINDOW = 32
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ class EditedEntries:
         share: share of the prompt's tokens with approximate entries.
         reused: tokens that kept their entries in the edit or join before this turn; 0 without one.
         reread: tokens that it prefilled.
-        rules: rules by which entries are approximate, such as "edit:window=64"; [] if all are exact.
+        rules: rules by which entries are approximate, such as "edit:window=32"; [] if all are exact.
     """
 
     share: float
