@@ -12,6 +12,7 @@ from kvsieve.cli.main import app
 from kvsieve.decoding.asked import AnswerPart, Sampling
 from kvsieve.errors import InputError
 from kvsieve.hf.attach import attached
+from kvsieve.hf.edit.editor import WINDOW
 from kvsieve.hf.generate.edited import EditedEntries
 from kvsieve.planning.plans import Plan
 from kvsieve.serve.edits import RULE, LatestConversations, edit_between
@@ -102,14 +103,14 @@ def test_an_edited_session_answers_as_the_librarys_edited_cache(scheduler, sieve
     found, summary = heard_all(ask(one, changed(first), plan, TOKENS, **SESSION)[0])
     assert found == second
     # The window behind the cut is prefilled again.
-    assert summary.stats.edited == EditedEntries(round(43 / len(changed(first)), 4), 83, 64, [RULE])
-    assert summary.cached_tokens == 83
-    assert (one.counts["edited"], one.counts["edited_tokens"], one.counts["reread_tokens"]) == (1, 83, 64)
+    assert summary.stats.edited == EditedEntries(round(75 / len(changed(first)), 4), 115, WINDOW, [RULE])
+    assert summary.cached_tokens == 115
+    assert (one.counts["edited"], one.counts["edited_tokens"], one.counts["reread_tokens"]) == (1, 115, WINDOW)
     # The next turn continues the edited session, whose entries stay approximate.
     third = (*changed(first), *found, *prompt(3, 10))
     _, summary = heard_all(ask(one, third, plan, TOKENS, **SESSION)[0])
     edited = summary.stats.edited
-    assert (edited.reused, edited.reread, edited.rules) == (0, 0, [RULE]) and 0 < edited.share < 0.3
+    assert (edited.reused, edited.reread, edited.rules) == (0, 0, [RULE]) and 0 < edited.share < 0.45
     assert summary.cached_tokens == len(changed(first)) + TOKENS - 1
 
 
@@ -213,7 +214,7 @@ def test_new_text_of_an_edit_is_read_between_the_tokens_of_others(scheduler, sie
     # A long message takes a short one's place.
     second = (*known[:40], *prompt(8, 8 * CHUNK), *known[80:], *first, *NEW)
     _, summary = heard_all(ask(one, second, plan, 2, **SESSION)[0])
-    assert summary.stats.edited.reread == 8 * CHUNK + 64
+    assert summary.stats.edited.reread == 8 * CHUNK + WINDOW
     assert one.counts["new_tokens"] - before >= 8 * one.sieve.num_layers
 
 
@@ -244,10 +245,12 @@ def test_who_leaves_during_an_edit_changes_nothing(scheduler, sieve):
 def test_what_an_edit_saves_is_counted_in_tokens():
     known = torch.arange(300)
     # The last run is as short as the window, which is prefilled again in any case.
-    edit = edit_between(known, [*range(100), *range(1000, 1010), *range(200, 260), *range(2000, 2010)], lambda: None)
+    edit = edit_between(
+        known, [*range(100), *range(1000, 1010), *range(200, 200 + WINDOW), *range(2000, 2010)], lambda: None
+    )
     assert (edit.size, edit.reused, edit.why_not) == (100, 100, None)
     edit = edit_between(known, [*range(100), *range(1000, 1010), *range(150, 260), *range(2000, 2010)], lambda: None)
-    assert (edit.size, edit.reused) == (220, 100 + 110 - 64)
+    assert (edit.size, edit.reused) == (220, 100 + 110 - WINDOW)
     assert edit_between(known, [*range(1000, 1300)], lambda: None).size == 0
 
 
@@ -321,8 +324,8 @@ def test_every_protocol_edits_sessions(url, protocol):
     kv = PROTOCOLS[protocol](url, protocol.replace(" ", "-"), {})["kv"]
     # The system prompt is gone: the question moves, and its beginning is prefilled again.
     edited = kv["edited"]
-    assert edited["reread"] == 64 and edited["reused"] >= len(QUESTION.split()) + 2 - 64
-    assert 0.4 < edited["share"] < 0.7 and edited["rules"] == [RULE]
+    assert edited["reread"] == WINDOW and edited["reused"] >= len(QUESTION.split()) + 2 - WINDOW
+    assert 0.4 < edited["share"] < 0.8 and edited["rules"] == [RULE]
     declined = PROTOCOLS[protocol](url, protocol.replace(" ", "-") + "-plain", {"edits": False})["kv"]
     assert "edited" not in declined
 
