@@ -39,10 +39,10 @@ class Join(Checked):
 
     @property
     def shifts(self) -> bool:
-        """Entries that stay are shifted by the mean change of those that are prefilled again.
+        """Entries that stay are shifted by the mean change, in their document, of those that are prefilled again.
 
-        The mean is over tokens after the first 16 of their documents, per layer and head, of values, and of keys before
-        their rotation. The first document stays as it is.
+        The mean is over tokens after the first 16 of a document, per layer and head, of values, and of keys before
+        their rotation; the mean over all documents counts as 20 tokens of each. The first document stays as it is.
         """
         return False
 

@@ -120,7 +120,7 @@ def of_relevant(model, ids, stored, documents):
     fresh, _ = passed(model, ids[:, again], again, stored)
     late = torch.cat([places[at - 1][16:] for at in sorted(best)])
     stays = torch.cat([place for at, place in enumerate(places, 1) if at not in best])
-    return again, shifted(model, fresh, changed(model, stored, fresh, late), 1.0, stays)
+    return again, shifted(model, stored, fresh, late, stays)
 
 
 def turned(model, x, columns, sign):
@@ -128,21 +128,24 @@ def turned(model, x, columns, sign):
     return apply_rotary_pos_emb(x, x, cos, sign * sin)[0]
 
 
-def changed(model, stored, fresh, late):
-    """Mean change of columns by layer, of keys before their rotation and of values."""
-    return [
-        (turned(model, (new[0] - old[0])[:, :, late], late, -1).mean(2), (new[1] - old[1])[:, :, late].mean(2))
-        for old, new in zip(stored, fresh, strict=True)
-    ]
+def of_document(change, late, column):
+    """Mean change in a column's document; that over all documents counts as 20 tokens. change: of `late` columns."""
+    ends = torch.tensor(SIZES).cumsum(0) + BEFORE
+    own = change[:, :, torch.bucketize(late, ends, right=True) == torch.bucketize(column, ends, right=True)]
+    return (own.sum(2) + 20 * change.mean(2)) / (own.shape[2] + 20)
 
 
-def shifted(model, entries, changes, share, stays):
+def shifted(model, stored, fresh, late, stays):
+    """Entries, of which those that stay are shifted as their documents' late columns have changed."""
     found = []
-    for (keys, values), (of_keys, of_values) in zip(entries, changes, strict=True):
-        keys, values = keys.clone(), values.clone()
-        wide = of_keys[:, :, None].expand(-1, -1, len(stays), -1)
-        keys[:, :, stays] += share * turned(model, wide, stays, 1)
-        values[:, :, stays] += share * of_values[:, :, None]
+    for old, new in zip(stored, fresh, strict=True):
+        keys, values = (part.clone() for part in new)
+        of_keys = turned(model, (new[0] - old[0])[:, :, late], late, -1)
+        of_values = (new[1] - old[1])[:, :, late]
+        for column in stays:
+            shift = of_document(of_keys, late, column)[:, :, None]
+            keys[:, :, column] += turned(model, shift, column[None], 1)[:, :, 0]
+            values[:, :, column] += of_document(of_values, late, column)
         found.append((keys, values))
     return found
 
@@ -156,13 +159,20 @@ def check(found, columns, entries):
     assert record.reread == len(columns) and record.share(TOTAL) == pytest.approx(share)
 
 
+@pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("share", [0.1, 0.5])
 @torch.no_grad()
-def test_prophet_is_the_definition(model, ids, share):
+def test_prophet_is_the_definition(model, ids, share, shift):
     with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
         stored = keys_and_values(joined(sieve, ids, "modules").cache)
         best = of_prophet(model, ids, stored, share)
-        check(joined(sieve, ids, Prophet(share=share)), best, passed(model, ids[:, best], best, stored)[0])
+        entries, _ = passed(model, ids[:, best], best, stored)
+        if shift:
+            places = torch.arange(START, TOTAL).split(SIZES[1:])
+            late = torch.cat([place[16:] for place in places])
+            rest = torch.arange(START, TOTAL)
+            entries = shifted(model, stored, entries, late[torch.isin(late, best)], rest[~torch.isin(rest, best)])
+        check(joined(sieve, ids, Prophet(share=share, shift=shift)), best, entries)
 
 
 @pytest.mark.parametrize("documents", [1, 2])
@@ -181,7 +191,7 @@ def test_link_shifts_what_stays(model, ids):
         fresh = keys_and_values(joined(sieve, ids, "link:tokens=18").cache)
         places = torch.arange(START, TOTAL).split(SIZES[1:])
         late, stays = (torch.cat([place[part] for place in places]) for part in (slice(16, 18), slice(18, None)))
-        entries = shifted(model, fresh, changed(model, stored, fresh, late), 1.0, stays)
+        entries = shifted(model, stored, fresh, late, stays)
         found = joined(sieve, ids, "link:tokens=18:shift=true")
     for pair, other in zip(keys_and_values(found.cache), entries, strict=True):
         torch.testing.assert_close(pair, other, **CLOSE)

@@ -50,12 +50,10 @@ class LayerEntries:
             tensors[0] if len(tensors) == 1 else torch.cat([_with_heads(tensor, heads) for tensor in tensors], 2)
             for tensors in zip(*placed, strict=True)
         )
-        if bool(distance.any()):
-            # One row of distances for all heads, if these have the same.
-            rows = 1 if bool((distance == distance[:, :1]).all()) else distance.shape[1]
-            alone = keys.reshape(rows, -1, *keys.shape[2:])
-            rotated = rotate(alone, distance[0, :rows]).reshape(keys.shape).to(keys.dtype)
-            keys = torch.where((distance == 0)[..., None], keys, rotated)
+        moves = distance.flatten(0, 1).any(0).nonzero()
+        if len(moves):
+            first = int(moves[0, 0])
+            keys = torch.cat([keys[:, :, :first], _rotated(keys[:, :, first:], distance[0, :, first:], rotate)], 2)
         # Removed entries and filler go to a column of their own.
         stored = torch.zeros(*column.shape[:2], len(fresh) + 1, dtype=torch.bool, device=column.device)
         stored.scatter_(2, column.masked_fill(column < 0, len(fresh)), True)
@@ -147,6 +145,15 @@ def _placed(store: LayerMemory, target: Tensor) -> tuple[Tensor, Tensor, Tensor,
     if bool(kept.all()):
         return dense.keys, dense.values, column, distance
     return dense.keys[:, :, kept], dense.values[:, :, kept], column[:, :, kept], distance[:, :, kept]
+
+
+def _rotated(keys: Tensor, distance: Tensor, rotate: Rotate) -> Tensor:
+    """Rotate keys [1, H, N, D] by distances int64 [H, N]; those that stay are as they were to the bit."""
+    # One row of distances for all heads, if these have the same.
+    rows = 1 if bool((distance == distance[:1]).all()) else len(distance)
+    alone = keys.reshape(rows, -1, *keys.shape[2:])
+    turned = rotate(alone, distance[:rows]).reshape(keys.shape).to(keys.dtype)
+    return torch.where((distance == 0)[..., None], keys, turned)
 
 
 def _with_heads(part: Tensor, heads: int) -> Tensor:

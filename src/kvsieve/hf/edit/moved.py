@@ -49,14 +49,15 @@ class MovedEntries:
 
         rotated: False if keys keep the positions that they have.
         """
-        layers = {
-            index: LayerEntries.moved(
-                [(cache.sieve_layers[index].store, target) for cache, target in parts],
-                fresh,
-                functools.partial(model.facts.rotate, index) if rotated else _unrotated,
-            )
-            for index in parts[0][0].sieve_layers
-        }
+        with model.facts.keeping_tables():
+            layers = {
+                index: LayerEntries.moved(
+                    [(cache.sieve_layers[index].store, target) for cache, target in parts],
+                    fresh,
+                    functools.partial(model.facts.rotate, index) if rotated else _unrotated,
+                )
+                for index in parts[0][0].sieve_layers
+            }
         stores = [(index, layer.store) for cache, _ in parts for index, layer in cache.sieve_layers.items()]
         ragged = frozenset(index for index, store in stores if store.is_ragged)
         return cls(layers, ragged, frozenset(index for index, store in stores if store.is_encoded))

@@ -16,6 +16,8 @@ from kvsieve.planning.joins import Span
 
 # First tokens of a document, which change more than the others, and otherwise.
 _BEGINNING = 16
+# Tokens that the mean over all documents counts as in that of a document.
+_PRIOR = 20
 
 
 class Shift:
@@ -44,8 +46,11 @@ class Shift:
         for start, end in spans:
             again[start:end] = True
         late = torch.zeros(seen, dtype=torch.bool)
-        for place, size in zip(texts.places, texts.sizes, strict=True):
+        self._document = torch.zeros(seen, dtype=torch.int64)
+        self._number = len(texts.places)
+        for number, (place, size) in enumerate(zip(texts.places, texts.sizes, strict=True)):
             late[place + _BEGINNING : place + size] = True
+            self._document[place : place + size] = number
         late[:first] = False
         self._stays = ~again
         self._stays[:first] = False
@@ -53,14 +58,25 @@ class Shift:
         self._before = {index: self._found(index, part) for index, part in entries.layers.items()}
 
     def apply(self, entries: MovedEntries) -> None:
-        """Shift the entries that stay by the mean change of those prefilled again."""
+        """Shift the entries that stay by the mean change, in their document, of those prefilled again."""
         for index, part in entries.layers.items():
             keys, values, real = self._found(index, part)
             old_keys, old_values, before = self._before.pop(index)
             real = (real & before)[..., None]
-            number = real.sum(2).clamp_min(1)
-            change = ((keys - old_keys) * real).sum(2) / number
-            self._add(index, part, change, ((values - old_values) * real).sum(2) / number)
+            self._add(index, part, self._mean(keys - old_keys, real), self._mean(values - old_values, real))
+
+    def _mean(self, change: Tensor, real: Tensor) -> Tensor:
+        """Return the mean change by document, [1, H, documents, D]; few tokens are drawn to the mean over all.
+
+        change: [1, H, n, D], of the columns; real: bool [1, H, n, 1], those that count.
+        """
+        document = self._document[self._columns].to(change.device)
+        sums, counts = (
+            part.new_zeros(*part.shape[:2], self._number, part.shape[-1]).index_add_(2, document, part)
+            for part in (change * real, real.to(change.dtype))
+        )
+        mean = sums.sum(2, keepdim=True) / counts.sum(2, keepdim=True).clamp_min(1)
+        return (sums + _PRIOR * mean) / (counts + _PRIOR)
 
     def _found(self, index: int, part: LayerEntries) -> tuple[Tensor, Tensor, Tensor]:
         """Return unrotated keys and values of the columns, [1, H, n, ...], and whether each has an entry."""
@@ -76,11 +92,13 @@ class Shift:
         return keys, entries_at(part.values, at).to(keys.dtype), slots >= 0
 
     def _add(self, index: int, part: LayerEntries, keys: Tensor, values: Tensor) -> None:
-        """Add to the entries that stay; keys, values: [1, H, D]."""
+        """Add to the entries that stay; keys, values: [1, H, documents, D]."""
         column = part.column
         at = column.clamp_min(0)
         own = (self._stays.to(column.device)[at] & (column >= 0))[..., None]
-        wide = keys[0, :, None, None].expand(-1, 1, column.shape[2], -1)
+        document = self._document.to(column.device)[at]
+        # Heads may have entries of other columns, so each is a row.
+        wide = entries_at(keys, document)[0][:, None]
         turned = self._model.facts.rotate(index, wide, at[0])[:, 0][None]
         part.keys = torch.where(own, part.keys + turned, part.keys).to(part.keys.dtype)
-        part.values = torch.where(own, part.values + values[:, :, None], part.values).to(part.values.dtype)
+        part.values = torch.where(own, part.values + entries_at(values, document), part.values).to(part.values.dtype)

@@ -6,9 +6,10 @@ stopping it when it stores the keys: they are equal, or rotating them back must 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ class Facts:
         self.tables = RotaryTables(model)
         # Per layer: the function that applies its rotary tables, None without tables, or the reason why it is unknown.
         self._rotations: dict[int, Callable[..., Any] | str | None] = {}
+        # Positions and their tables, by what else these depend on; None unless they are kept.
+        self._kept: dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]] | None = None
 
     def why_missing(self, needs: Iterable[str], layers: Iterable[int]) -> str | None:
         """Return a clause on which of `needs` (see roles.Traits) are unavailable in `layers`, or None."""
@@ -76,6 +79,15 @@ class Facts:
             raise UnsupportedModelError(f"{type(self.model).__name__}: {found}")
         x = x if x.dtype == torch.float64 else x.float()
         return x if found is None else self._turned(layer_idx, found, x, positions, inverse)
+
+    @contextlib.contextmanager
+    def keeping_tables(self) -> Iterator[None]:
+        """Keep rotary tables meanwhile, so that layers which rotate by the same positions make them once."""
+        self._kept = {}
+        try:
+            yield
+        finally:
+            self._kept = None
 
     def _attention(self, layer_idx: int) -> nn.Module | None:
         layer = self.layers[layer_idx]
@@ -181,15 +193,26 @@ class Facts:
             return make(x, positions, self._layer_type(layer_idx))
         return make(x, positions)
 
-    def _turned(self, layer_idx: int, apply: Callable[..., Any], x: Tensor, positions: Tensor, inverse: bool) -> Tensor:
+    def _unit_tables(self, layer_idx: int, x: Tensor, positions: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+        """The tables of length one: YaRN's carry a factor."""
+        key = self._layer_type(layer_idx), x.dtype, x.device, inverse
+        known = None if self._kept is None else self._kept.get(key)
+        if known is not None and torch.equal(known[0], positions):
+            return known[1], known[2]
         cos, sin = self._tables(layer_idx, x, positions.to(x.device))
-        # Tables may carry a factor, as YaRN's do: without it they are of length one.
         length = torch.hypot(cos, sin)
         cos = cos / length
         sin = (-sin if inverse else sin) / length
+        if self._kept is not None:
+            self._kept[key] = positions, cos, sin
+        return cos, sin
+
+    def _turned(self, layer_idx: int, apply: Callable[..., Any], x: Tensor, positions: Tensor, inverse: bool) -> Tensor:
+        cos, sin = self._unit_tables(layer_idx, x, positions, inverse)
         size = cos.shape[-1]
         part = x[..., :size]
-        turned = apply(part, part, cos, sin)[0]
+        # One head of queries is enough: keys are what is rotated.
+        turned = apply(part[:, :1], part, cos, sin)[1]
         return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], -1)
 
 

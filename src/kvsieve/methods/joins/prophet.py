@@ -7,7 +7,7 @@ tokens that matter for every question but not for this one take no part of the s
 
 Differences from the reference: the paper's text was not at hand, only its abstract. Attention here is the softmax over
 all entries, mean over heads and the question's tokens, and its sum over layers has equal weights. Tokens of the first
-document, which is exact in its place, do not take part.
+document, which is exact in its place, do not take part. `shift` is an addition.
 """
 
 from __future__ import annotations
@@ -27,12 +27,18 @@ class Prophet(AskedJoin):
     """Prefill the tokens again that the question attends to most.
 
     share: of the tokens after the first document, those prefilled again; a share ("20%", 0.2).
+    shift: other entries are shifted; see `Join.shifts`.
     """
 
     share: float | str = 0.2
+    shift: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "share", parse_share(self, "share", self.share))
+
+    @property
+    def shifts(self) -> bool:
+        return self.shift
 
     def most(self, sizes: Sequence[int]) -> int:
         total = sum(sizes)
