@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from dataclasses import dataclass, field
 
@@ -95,6 +96,33 @@ def test_a_channel_that_hardly_turns_does_not_hide_the_rotation(dtype):
     layers = [Facts(model).rotate(layer, x, place) for layer in (0, 1)]
     torch.testing.assert_close(*layers, rtol=0, atol=0)
     assert not torch.allclose(layers[1], x)
+
+
+def test_kept_tables_are_those_of_their_layer_positions_and_direction():
+    """Layers of gemma3_text have tables of two kinds."""
+    model = made("gemma3_text")
+    x = torch.randn(2, 3, 5, 16, dtype=torch.float64)
+    asked = [
+        (layer, torch.arange(5)[None] + start, inverse)
+        for layer in range(model.config.num_hidden_layers)
+        for start in (0, 7)
+        for inverse in (False, True)
+    ]
+    facts = Facts(model)
+    wanted = [facts.rotate(layer, x, positions, inverse=inverse) for layer, positions, inverse in asked]
+    calls = []
+    make = model.model.rotary_emb.forward
+    model.model.rotary_emb.forward = functools.wraps(make)(lambda *args: calls.append(args) or make(*args))
+    with facts.keeping_tables():
+        for _ in range(2):
+            # The order of an edit: the same positions in all layers.
+            for number in sorted(range(len(asked)), key=lambda at: asked[at][1][0, 0].item()):
+                layer, positions, inverse = asked[number]
+                assert torch.equal(facts.rotate(layer, x, positions, inverse=inverse), wanted[number])
+    assert len({*model.config.layer_types}) == 2 and len(calls) == 2 * 2 * 2 * 2
+    before = len(calls)
+    facts.rotate(*asked[0][:1], x, asked[0][1])
+    assert len(calls) == before + 1
 
 
 @pytest.mark.parametrize("family", ["llama", "phi", "gpt_neox", "gemma", "opt", "starcoder2"])

@@ -55,15 +55,17 @@ class Shift:
         self._stays = ~again
         self._stays[:first] = False
         self._columns = (again & late).nonzero()[:, 0]
-        self._before = {index: self._found(index, part) for index, part in entries.layers.items()}
+        with model.facts.keeping_tables():
+            self._before = {index: self._found(index, part) for index, part in entries.layers.items()}
 
     def apply(self, entries: MovedEntries) -> None:
         """Shift the entries that stay by the mean change, in their document, of those prefilled again."""
-        for index, part in entries.layers.items():
-            keys, values, real = self._found(index, part)
-            old_keys, old_values, before = self._before.pop(index)
-            real = (real & before)[..., None]
-            self._add(index, part, self._mean(keys - old_keys, real), self._mean(values - old_values, real))
+        with self._model.facts.keeping_tables():
+            for index, part in entries.layers.items():
+                keys, values, real = self._found(index, part)
+                old_keys, old_values, before = self._before.pop(index)
+                real = (real & before)[..., None]
+                self._add(index, part, self._mean(keys - old_keys, real), self._mean(values - old_values, real))
 
     def _mean(self, change: Tensor, real: Tensor) -> Tensor:
         """Return the mean change by document, [1, H, documents, D]; few tokens are drawn to the mean over all.
