@@ -8,7 +8,7 @@ import pytest
 
 from kvsieve.errors import PlanError
 from kvsieve.methods.joins import Full, Link, Modules
-from kvsieve.planning.joins import Join, checked_spans, join_info, join_of, list_joins, register_join
+from kvsieve.planning.joins import JOIN, Join, checked_spans, join_info, join_of, list_joins, register_join
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,7 @@ from kvsieve.planning.joins import Join, checked_spans, join_info, join_of, list
         ("full", Full(), "full"),
         ("Modules", Modules(), "modules"),
         ("link", Link(), "link:tokens=32"),
+        (JOIN, Link(shift=True), "link:tokens=32:shift=true"),
         ("link:tokens=8", Link(tokens=8), "link:tokens=8"),
         (Link(tokens=3), Link(tokens=3), "link:tokens=3"),
     ],

@@ -99,7 +99,7 @@ def test_methods_are_compared_on_joined_documents(cli, chat_dir, files, method):
     assert code == 0, err
     lines = [line for line in out.splitlines() if line.startswith("join: ")]
     assert len(lines) == 2 and all(
-        "link:tokens=32, 3 documents, 154 tokens: 0 from the store, 153 prefilled" in line for line in lines
+        "link:tokens=32:shift=true, 3 documents, 154 tokens: 0 from the store, 153 prefilled" in line for line in lines
     )
     assert all(" s; " in line and line.endswith("approximate") for line in lines) and "edited:" not in out
 

@@ -192,7 +192,7 @@ def test_lists_and_tensors_are_documents(model):
     with attached(model) as sieve:
         joined = sieve.join([DOCUMENTS[0], DOCUMENTS[1][0], DOCUMENTS[2][0].tolist()], BEFORE[0].tolist())
         assert torch.equal(joined.ids, TOGETHER)
-        assert joined.kind == "link:tokens=32"
+        assert joined.kind == "link:tokens=32:shift=true"
 
 
 @pytest.mark.parametrize("plan", ALONE)

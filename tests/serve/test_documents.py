@@ -72,6 +72,8 @@ def by_messages(url, text, kv):
     return reply["content"][0]["text"], usage["input_tokens"] + usage["cache_read_input_tokens"], usage["kv"]
 
 
+# The default join.
+LINK = "link:tokens=32:shift=true"
 PROTOCOLS = {"chat": by_chat, "responses": by_responses, "messages": by_messages}
 
 
@@ -80,10 +82,10 @@ def test_documents_are_found_in_any_order(url, protocol):
     send, seed = PROTOCOLS[protocol], 10 * list(PROTOCOLS).index(protocol)
     first, second, third = (words(seed + number, SIZE) for number in range(3))
     counts = send(url, QUESTION, {"documents": [first, second]})[2]["documents"]
-    assert counts == {"join": "link:tokens=32", "found": 0, "prefilled": 2 * SIZE, "reread": 32}
+    assert counts == {"join": LINK, "found": 0, "prefilled": 2 * SIZE, "reread": 32}
     found = send(url, "w86", {"documents": [third, second, first]})
-    assert found[2]["documents"] == {"join": "link:tokens=32", "found": 2 * SIZE, "prefilled": SIZE, "reread": 64}
-    assert found[2]["edited"]["rules"] == ["link:tokens=32"] and not found[2]["notes"]
+    assert found[2]["documents"] == {"join": LINK, "found": 2 * SIZE, "prefilled": SIZE, "reread": 64}
+    assert found[2]["edited"]["rules"] == [LINK] and not found[2]["notes"]
     # The prompt is the text that a client would have written.
     written = send(url, f"{third}\n\n{second}\n\n{first}\n\nw86", {})
     assert found[1] == written[1]
@@ -100,7 +102,7 @@ def test_a_later_turn_finds_the_documents_of_the_first(url):
     assert first["usage"]["kv"]["documents"]["prefilled"] >= 2 * SIZE - 2
     chat += [{"role": "assistant", "content": "w3"}, {"role": "user", "content": "w87"}]
     later = post(url, "chat/completions", {"messages": chat, "max_tokens": 6, "kv": kv}).json()
-    counts = {"join": "link:tokens=32", "found": 2 * SIZE, "prefilled": 0, "reread": 32}
+    counts = {"join": LINK, "found": 2 * SIZE, "prefilled": 0, "reread": 32}
     assert later["usage"]["kv"]["documents"] == counts
     # The prompt is the text that a client would have written.
     chat[1] = {"role": "user", "content": "\n\n".join([*documents, QUESTION])}

@@ -52,7 +52,7 @@ def encode(
     roles: Sequence[str] = (),
     spans: Sequence[tuple[int, int]] = (),
     parse_special: bool = False,
-    join: str = "link",
+    join: str = "full",
 ) -> EncodedPrompt:
     """Apply the chat template, if any, and tokenize; with roles, the spans of their messages are protected.
 

@@ -28,7 +28,9 @@ DocumentsOption = Annotated[
 ]
 JoinOption = Annotated[
     str | None,
-    option(PROMPT, "Join of --documents: modules, link:tokens=32, full ... (default: link)", metavar="JOIN"),
+    option(
+        PROMPT, "Join of --documents: modules, blend, full ... (default: link:shift=true)", metavar="JOIN"
+    ),
 ]
 
 
@@ -62,13 +64,11 @@ def given_documents(given: Sequence[str] | None, question: str | None, unusable:
 
 def parse_join(kind: str | None, documents: Sequence[str]) -> str:
     """Return the join in its text form. Raises InputError without documents, and PlanError for an unknown one."""
-    if kind is None:
-        return "link"
-    if not documents:
+    if kind is not None and not documents:
         raise InputError("--join needs the documents to join; name them with --documents a.txt,b.txt")
-    from kvsieve.planning.joins import join_of
+    from kvsieve.planning.joins import JOIN, join_of
 
-    return join_of(kind).spec
+    return join_of(kind or JOIN).spec
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.hf.reuse import PromptStore, StoredPrefixes, answer, check_servable, check_store
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.planning.grammars import Grammar
-from kvsieve.planning.joins import Join, checked_spans, join_of
+from kvsieve.planning.joins import JOIN, Join, checked_spans, join_of
 from kvsieve.planning.plans import Plan
 
 # Names that completion shows of a Sieve; the rest is for drivers.
@@ -160,7 +160,7 @@ class Sieve(AttachedModel):
         documents: Sequence[Tensor | Sequence[int]],
         before: Tensor | Sequence[int] | None = None,
         *,
-        kind: Join | str = "link",
+        kind: Join | str = JOIN,
         question: Tensor | Sequence[int] | None = None,
         store: PromptStore | None = None,
         owner: str = "",
@@ -179,7 +179,7 @@ class Sieve(AttachedModel):
             documents: token ids of each, int64 [1, N] or a list; any order, repeats allowed.
             before: token ids before the first document, such as the system prompt; every document is prefilled after
                 them.
-            kind: "modules", "link:tokens=32" and others of `kvsieve.planning.joins.list_joins`; "full" for a plain
+            kind: "modules", "link:shift=true" and others of `kvsieve.planning.joins.list_joins`; "full" for a plain
                 prefill of everything.
             question: token ids after the documents, for kinds that choose by them: "prophet", "relevant"; the cache is
                 without them.

@@ -15,6 +15,8 @@ from kvsieve.planning.parameters import Checked
 from kvsieve.planning.specs import split_specs
 from kvsieve.planning.suggestions import check_names, did_you_mean
 
+# The default join, in its text form.
+JOIN = "link:shift=true"
 # Half-open columns.
 Span = tuple[int, int]
 
@@ -50,7 +52,9 @@ class Join(Checked):
     def spec(self) -> str:
         """Text form, for `join_of`: "link:tokens=32"."""
         fields = dataclasses.asdict(self)  # type: ignore[call-overload]
-        settings = [f"{name}={value}" for name, value in fields.items() if value not in (None, False)]
+        settings = [
+            f"{name}={'true' if value is True else value}" for name, value in fields.items() if value not in (None, False)
+        ]
         return ":".join([_info_of(type(self)).name, *settings])
 
 

@@ -11,7 +11,7 @@ from kvsieve.errors import InputError
 from kvsieve.hf.join.documents import JoinReader, JoinTexts
 from kvsieve.hf.join.join import Joining, why_not_joined
 from kvsieve.hf.sieve import Sieve
-from kvsieve.planning.joins import ParallelJoin, checked_spans, join_of
+from kvsieve.planning.joins import JOIN, ParallelJoin, checked_spans, join_of
 from kvsieve.serve.schema import KVOptions
 from kvsieve.serve.ticket import Order, PromptDocuments
 
@@ -127,4 +127,4 @@ def check_joined(sieve: Sieve, order: Order) -> None:
 
 
 def _join(kv: KVOptions) -> str:
-    return kv.join or "link"
+    return kv.join or JOIN

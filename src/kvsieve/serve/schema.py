@@ -62,7 +62,7 @@ class KVOptions(Strict):
         draft: where drafts of the answer come from, such as "lookup:tokens=4"; "none" for none.
         edits: False to prefill a prompt that does not continue its session, instead of editing the session.
         documents: texts before the first user message's text, each prefilled alone and found in the store.
-        join: how they become one prompt, such as "link:tokens=32" (default "link").
+        join: how they become one prompt, such as "blend" (default "link:shift=true").
     """
 
     method: Annotated[str, Field(max_length=100)] | None = None
