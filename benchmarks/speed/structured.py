@@ -1,14 +1,15 @@
 """Answers by JSON schemas: how many match, what a token takes with and without the schema, and compilers compared.
 
-    python benchmarks/speed/structured.py MODEL ... [--calls] [--schemas 100] [--new-tokens 768] [--seed 0]
-        [--minutes M] [--out FILE]
+    python benchmarks/speed/structured.py MODEL ... [--calls] [--schemas 100] [--timed 100] [--new-tokens 768]
+        [--seed 0] [--minutes M] [--out FILE]
     python benchmarks/speed/structured.py MODEL --compare [--schemas 100] [--rounds 3] [--out FILE]
 
 The schemas are those of json_schemas.py: nested objects, enumerations, arrays, formats, bounded numbers, alternatives
 and definitions. For each the model is asked for such an object, greedily. An answer is valid if it has ended, and the
 package jsonschema accepts it. Then the same prompt is answered without the grammar, by as many tokens; which of both
-runs first alternates. Times are medians over the tokens of an answer, ratios are taken schema by schema. Matcher times
-are those of restricting and taking each token, without the model.
+runs first alternates. After the first --timed schemas, answers are only checked. Times are medians over the tokens of an
+answer, ratios are taken schema by schema. Matcher times are those of restricting and taking each token, without the
+model.
 
 With --calls the model is forced to call a tool with such an object as its arguments, in the form of its chat template,
 as the server does it for a named `tool_choice`.
@@ -143,26 +144,31 @@ def answered(sieve: Any, tokenizer: Any, sample: Sample, number: int, arguments:
     def free(count: int) -> Any:
         return sieve.generate(ids, max_new_tokens=count, eos_token_id=None, **greedy)
 
-    # The number of tokens is known from a first run where the free one is to be first.
     result = restricted()
     count = result.sequences.shape[1] - ids.shape[1]
-    plain = free(count)
-    if number % 2:
-        result = restricted()
+    times: dict[str, float] = {}
+    if number < arguments.timed:
+        plain = free(count)
+        # Where the free run is to be first, the number of its tokens is known from the one before.
+        if number % 2:
+            result = restricted()
+        medians = [statistics.median(one.token_s) for one in (result, plain)] if count > 1 else [1.0, 1.0]
+        times = {
+            "tpot_ms": round(1e3 * medians[0], 3),
+            "tpot_free_ms": round(1e3 * medians[1], 3),
+            "ratio": round(medians[0] / medians[1], 4),
+        }
     tokens = result.sequences[0, ids.shape[1] :].tolist()
     ended = tokens[-1] in ends
     why = task.fault(result.text) if ended else f"not ended after {count} tokens"
     mask = matching_times(grammar, tokenizer, tokens, sieve.model.get_output_embeddings().weight.shape[0])
-    medians = [statistics.median(one.token_s) for one in (result, plain)] if count > 1 else [1.0, 1.0]
     return {
         "topic": sample.topic,
         "tokens": count,
         "fault": why,
         "compile_ms": round(1e3 * compile_s, 3),
         "matcher_ms": round(1e3 * statistics.median(mask), 4),
-        "tpot_ms": round(1e3 * medians[0], 3),
-        "tpot_free_ms": round(1e3 * medians[1], 3),
-        "ratio": round(medians[0] / medians[1], 4),
+        **times,
     }
 
 
@@ -197,10 +203,12 @@ def measured(name: str, arguments: argparse.Namespace, known: dict[str, Any], wr
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of a model's answers."""
+    ratios = [row["ratio"] for row in rows if "ratio" in row]
     return {
         "schemas": len(rows),
         "valid": sum(row["fault"] is None for row in rows) / len(rows),
-        "ratio": round(statistics.median(row["ratio"] for row in rows), 4),
+        "timed": len(ratios),
+        "ratio": round(statistics.median(ratios), 4) if ratios else None,
         "compile_ms": figures([row["compile_ms"] for row in rows], 1),
         "matcher_ms": figures([row["matcher_ms"] for row in rows], 1),
         "wanted": WANTED,
@@ -304,6 +312,7 @@ def main() -> None:
     parser.add_argument("--calls", action="store_true", help="force tool calls instead")
     parser.add_argument("--compare", action="store_true", help="compare the libraries instead")
     parser.add_argument("--schemas", type=int, default=100)
+    parser.add_argument("--timed", type=int, default=100, help="schemas with times of their tokens (default: 100)")
     parser.add_argument("--new-tokens", type=int, default=768, help="most tokens of an answer (default: 768)")
     parser.add_argument("--rounds", type=int, default=3, help="of --compare (default: 3)")
     parser.add_argument("--seed", type=int, default=0)
