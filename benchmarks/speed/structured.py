@@ -7,8 +7,8 @@
 The schemas are those of json_schemas.py: nested objects, enumerations, arrays, formats, bounded numbers, alternatives
 and definitions. For each the model is asked for such an object, greedily. An answer is valid if it has ended, and the
 package jsonschema accepts it. Then the same prompt is answered without the grammar, by as many tokens; which of both
-runs first alternates. After the first --timed schemas, answers are only checked. Times are medians over the tokens of an
-answer, ratios are taken schema by schema. Matcher times are those of restricting and taking each token, without the
+runs first alternates. After the first --timed schemas, answers are only checked. Times are medians over the tokens of
+an answer, ratios are taken schema by schema. Matcher times are those of restricting and taking each token, without the
 model.
 
 With --calls the model is forced to call a tool with such an object as its arguments, in the form of its chat template,

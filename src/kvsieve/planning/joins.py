@@ -52,9 +52,8 @@ class Join(Checked):
     def spec(self) -> str:
         """Text form, for `join_of`: "link:tokens=32"."""
         fields = dataclasses.asdict(self)  # type: ignore[call-overload]
-        settings = [
-            f"{name}={'true' if value is True else value}" for name, value in fields.items() if value not in (None, False)
-        ]
+        written = {name: value for name, value in fields.items() if value not in (None, False)}
+        settings = [f"{name}={'true' if value is True else value}" for name, value in written.items()]
         return ":".join([_info_of(type(self)).name, *settings])
 
 
