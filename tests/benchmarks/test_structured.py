@@ -54,3 +54,10 @@ def test_a_run_continues_where_it_stopped(tmp_path, monkeypatch):
     assert asked == [0, 1, 2]
     with pytest.raises(SystemExit, match="other settings"):
         measure(3, {**known, "settings": {"seed": 1, "new_tokens": 8}})
+
+
+def test_answers_after_the_timed_ones_are_only_checked():
+    row = {"fault": None, "compile_ms": 1.0, "matcher_ms": 1.0}
+    found = structured.summary([{**row, "ratio": 1.5}, row, {**row, "fault": "not ended"}])
+    assert (found["schemas"], found["timed"], found["ratio"]) == (3, 1, 1.5) and found["valid"] == pytest.approx(2 / 3)
+    assert structured.summary([row])["ratio"] is None

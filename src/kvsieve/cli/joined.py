@@ -28,9 +28,7 @@ DocumentsOption = Annotated[
 ]
 JoinOption = Annotated[
     str | None,
-    option(
-        PROMPT, "Join of --documents: modules, blend, full ... (default: link:shift=true)", metavar="JOIN"
-    ),
+    option(PROMPT, "Join of --documents: modules, blend, full ... (default: link:shift=true)", metavar="JOIN"),
 ]
 
 
