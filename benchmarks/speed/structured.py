@@ -2,6 +2,7 @@
 
     python benchmarks/speed/structured.py MODEL ... [--calls] [--schemas 100] [--timed 100] [--new-tokens 768]
         [--seed 0] [--minutes M] [--out FILE]
+    python benchmarks/speed/structured.py MODEL --server URL [--clients 8] [--calls] [--schemas 100] ...
     python benchmarks/speed/structured.py MODEL --compare [--schemas 100] [--rounds 3] [--out FILE]
 
 The schemas are those of json_schemas.py: nested objects, enumerations, arrays, formats, bounded numbers, alternatives
@@ -14,9 +15,12 @@ model.
 With --calls the model is forced to call a tool with such an object as its arguments, in the form of its chat template,
 as the server does it for a named `tool_choice`.
 
-With --compare nothing is generated: llguidance, as kvsieve uses it, and xgrammar compile the same schemas for the
-model's tokenizer, and compute the mask before each token of a value that matches (an interpreter that has both, such
-as a venv with `pip install xgrammar` beside kvsieve). Each schema is compiled without a cache.
+With --server a running server with that model is asked, by several clients at once, so answers are generated in joint
+batches; they are only checked.
+
+With --compare nothing is generated: llguidance, as kvsieve uses it, and xgrammar (`pip install xgrammar`) compile the
+same schemas for the model's tokenizer, and compute the mask before each token of a value that matches. Each schema is
+compiled without a cache.
 
 All parts are kept in one result, `benchmarks/results/structured.json`, by the model's name. Schemas that it has answers
 to are not asked again, so a run that was interrupted, or ended by --minutes, continues with the same command.
@@ -29,8 +33,11 @@ import json
 import statistics
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +116,20 @@ def json_task(tokenizer: Any, sample: Sample) -> Task:
     return Task(ids, kvsieve.Grammar.json_schema(sample.schema), lambda text: fault(text, sample.schema))
 
 
+def recorder(sample: Sample) -> dict[str, Any]:
+    """Return the tool whose parameters match a schema."""
+    function = {"name": "record", "description": f"Record one {sample.topic}.", "parameters": sample.schema}
+    return {"type": "function", "function": function}
+
+
+def invitation(sample: Sample) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"Record an invented {sample.topic}."}]
+
+
 def call_task(tokenizer: Any, sample: Sample) -> Task:
     """Return the task to call a tool whose parameters match a schema."""
-    function = {"name": "record", "description": f"Record one {sample.topic}.", "parameters": sample.schema}
-    tool = {"type": "function", "function": function}
-    prompt = render(tokenizer, [{"role": "user", "content": f"Record an invented {sample.topic}."}], tools=[tool])
+    tool = recorder(sample)
+    prompt = render(tokenizer, invitation(sample), tools=[tool])
     form = forms_of(tokenizer).answer(prompt, [tool], single=True, named=True)
     added = {word.content: token for token, word in tokenizer.added_tokens_decoder.items()}
 
@@ -130,8 +146,7 @@ def call_task(tokenizer: Any, sample: Sample) -> Task:
 def answered(sieve: Any, tokenizer: Any, sample: Sample, number: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Answer one prompt with and without its grammar, and return what came of it."""
     task = (call_task if arguments.calls else json_task)(tokenizer, sample)
-    ids = task.ids
-    grammar = task.grammar
+    ids, grammar = task.ids, task.grammar
     ends = sorted(stop_ids(tokenizer, sieve.model.generation_config.eos_token_id))
     greedy = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id or 0, "repetition_penalty": 1.0}
     began = time.perf_counter()
@@ -172,15 +187,18 @@ def answered(sieve: Any, tokenizer: Any, sample: Sample, number: int, arguments:
     }
 
 
-def measured(name: str, arguments: argparse.Namespace, known: dict[str, Any], write: Callable[[], None]) -> None:
-    """Add the answers of a model that a result lacks, and write it after each.
-
-    known: the model's part of the result; raises SystemExit if it is of other settings.
-    """
-    settings = {"seed": arguments.seed, "new_tokens": arguments.new_tokens}
+def rows_of(known: dict[str, Any], arguments: argparse.Namespace, **more: int) -> list[dict[str, Any]]:
+    """Return the rows of a part of a result. Raises SystemExit if it is of other settings."""
+    settings = {"seed": arguments.seed, "new_tokens": arguments.new_tokens, **more}
     if known.setdefault("settings", settings) != settings:
         raise SystemExit(f"error: {arguments.out} has other settings; name another file with --out")
-    rows = known.setdefault("answers", [])
+    rows: list[dict[str, Any]] = known.setdefault("answers", [])
+    return rows
+
+
+def measured(name: str, arguments: argparse.Namespace, known: dict[str, Any], write: Callable[[], None]) -> None:
+    """Add the answers of a model that a result lacks, and write it after each. known: the model's part of it."""
+    rows = rows_of(known, arguments)
     if len(rows) >= arguments.schemas:
         return
     deadline = Deadline(arguments.minutes)
@@ -213,6 +231,51 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "matcher_ms": figures([row["matcher_ms"] for row in rows], 1),
         "wanted": WANTED,
     }
+
+
+def fetched(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return a server's reply to a body, or to none."""
+    data = body and json.dumps(body).encode()
+    request = urllib.request.Request(url, data or None, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=3600) as reply:
+        return dict(json.load(reply))
+
+
+def replied(url: str, model: str, sample: Sample, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what came of one request to a server."""
+    body: dict[str, Any] = {"model": model, "max_tokens": arguments.new_tokens, "temperature": 0}
+    if arguments.calls:
+        chosen = {"type": "function", "function": {"name": "record"}}
+        body |= {"messages": invitation(sample), "tools": [recorder(sample)], "tool_choice": chosen}
+    else:
+        form = {"type": "json_schema", "json_schema": {"name": "record", "schema": sample.schema}}
+        body |= {"messages": question(sample), "response_format": form}
+    reply = fetched(f"{url}/v1/chat/completions", body)
+    choice = reply["choices"][0]
+    if choice["finish_reason"] == "length":
+        why: str | None = "not ended"
+    elif arguments.calls:
+        calls = {call["function"]["name"]: call["function"]["arguments"] for call in choice["message"]["tool_calls"]}
+        why = fault(calls["record"], sample.schema) if [*calls] == ["record"] else f"calls of {[*calls]}"
+    else:
+        why = fault(choice["message"]["content"], sample.schema)
+    return {"topic": sample.topic, "tokens": reply["usage"]["completion_tokens"], "fault": why}
+
+
+def served(arguments: argparse.Namespace, known: dict[str, Any], write: Callable[[], None]) -> None:
+    """Like `measured`, of a server's answers."""
+    rows = rows_of(known, arguments, clients=arguments.clients)
+    chosen = samples(arguments.schemas, arguments.seed)
+    deadline = Deadline(arguments.minutes)
+    model = fetched(f"{arguments.server}/v1/models")["data"][0]["id"]
+    known.setdefault("environments", []).append(environment())
+    with ThreadPoolExecutor(arguments.clients) as clients:
+        while len(rows) < len(chosen) and not deadline.passed:
+            some = chosen[len(rows) : len(rows) + 2 * arguments.clients]
+            rows += clients.map(lambda sample: replied(arguments.server, model, sample, arguments), some)
+            known["summary"] = {"schemas": len(rows), "valid": sum(row["fault"] is None for row in rows) / len(rows)}
+            write()
+            print(known["summary"], [row["fault"] for row in rows if row["fault"]], flush=True)
 
 
 Step = Callable[[int], bool]
@@ -310,6 +373,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("models", nargs="+", help="checkpoints' directories")
     parser.add_argument("--calls", action="store_true", help="force tool calls instead")
+    parser.add_argument("--server", metavar="URL", help="ask a running server instead")
+    parser.add_argument("--clients", type=int, default=8, help="of --server (default: 8)")
     parser.add_argument("--compare", action="store_true", help="compare the libraries instead")
     parser.add_argument("--schemas", type=int, default=100)
     parser.add_argument("--timed", type=int, default=100, help="schemas with times of their tokens (default: 100)")
@@ -321,13 +386,15 @@ def main() -> None:
     arguments = parser.parse_args()
     report: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     for name in arguments.models:
-        part = report.setdefault("compared" if arguments.compare else "calls" if arguments.calls else "answers", {})
+        kind = "compared" if arguments.compare else "calls" if arguments.calls else "answers"
+        part = report.setdefault(f"served {kind}" if arguments.server else kind, {})
         if arguments.compare:
             part[Path(name).name] = compared(name, arguments)
             write_result(arguments.out, report)
-        else:
-            known = part.setdefault(Path(name).name, {})
-            measured(name, arguments, known, lambda: write_result(arguments.out, report))
+            continue
+        known = part.setdefault(Path(name).name, {})
+        write = partial(write_result, arguments.out, report)
+        served(arguments, known, write) if arguments.server else measured(name, arguments, known, write)
 
 
 if __name__ == "__main__":

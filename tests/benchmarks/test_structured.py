@@ -61,3 +61,30 @@ def test_answers_after_the_timed_ones_are_only_checked():
     found = structured.summary([{**row, "ratio": 1.5}, row, {**row, "fault": "not ended"}])
     assert (found["schemas"], found["timed"], found["ratio"]) == (3, 1, 1.5) and found["valid"] == pytest.approx(2 / 3)
     assert structured.summary([row])["ratio"] is None
+
+
+@pytest.mark.parametrize("calls", [False, True])
+def test_answers_of_a_server_are_checked(calls, tmp_path, monkeypatch):
+    samples = structured.samples(3, 0)
+    texts = {sample.topic + json.dumps(sample.schema): json.dumps(sample.value) for sample in samples}
+    asked = []
+
+    def fetched(url, body=None):
+        if body is None:
+            return {"data": [{"id": "toy"}]}
+        asked.append(body)
+        told = body["tools"][0]["function"]["parameters"] if calls else body["response_format"]["json_schema"]["schema"]
+        text = next(text for key, text in texts.items() if key.endswith(json.dumps(told)))
+        # The last answer is cut off.
+        text = text[:-1] if len(asked) == 3 else text
+        message = {"content": text}
+        if calls:
+            message = {"content": None, "tool_calls": [{"function": {"name": "record", "arguments": text}}]}
+        return {"choices": [{"finish_reason": "stop", "message": message}], "usage": {"completion_tokens": 5}}
+
+    monkeypatch.setattr(structured, "fetched", fetched)
+    known: dict = {}
+    given = {"schemas": 3, "seed": 0, "new_tokens": 8, "minutes": None, "clients": 1, "calls": calls, "server": "x"}
+    structured.served(argparse.Namespace(out=tmp_path, **given), known, lambda: None)
+    assert known["summary"] == {"schemas": 3, "valid": 2 / 3} and [row["tokens"] for row in known["answers"]] == [5] * 3
+    assert {body["model"] for body in asked} == {"toy"}
