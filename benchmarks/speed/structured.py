@@ -387,14 +387,13 @@ def main() -> None:
     report: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     for name in arguments.models:
         kind = "compared" if arguments.compare else "calls" if arguments.calls else "answers"
-        part = report.setdefault(f"served {kind}" if arguments.server else kind, {})
-        if arguments.compare:
-            part[Path(name).name] = compared(name, arguments)
-            write_result(arguments.out, report)
-            continue
-        known = part.setdefault(Path(name).name, {})
+        known = report.setdefault(f"served {kind}" if arguments.server else kind, {}).setdefault(Path(name).name, {})
         write = partial(write_result, arguments.out, report)
-        served(arguments, known, write) if arguments.server else measured(name, arguments, known, write)
+        if arguments.compare:
+            known |= compared(name, arguments)
+            write()
+        else:
+            served(arguments, known, write) if arguments.server else measured(name, arguments, known, write)
 
 
 if __name__ == "__main__":
