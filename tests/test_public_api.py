@@ -42,7 +42,8 @@ SIEVE = """
     generate(self, input_ids, attention_mask=None, *, cache=None, chunk=None, progress=None, protect=None, quotas=None,
         question_tokens=None, reduce=None, measure=False, draft=None, grammar=None, **options)
     is_composite
-    join(self, documents, before=None, *, kind='link', question=None, store=None, owner='', chunk=None, progress=None)
+    join(self, documents, before=None, *, kind='link:shift=true', question=None, store=None, owner='', chunk=None,
+        progress=None)
     kept(self, cache, input_ids, *, row=0, tokenizer=None)
     load(self, path, *, tokenizer=None)
     new_cache(self)
