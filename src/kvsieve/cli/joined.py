@@ -66,7 +66,7 @@ def parse_join(kind: str | None, documents: Sequence[str]) -> str:
         raise InputError("--join needs the documents to join; name them with --documents a.txt,b.txt")
     from kvsieve.planning.joins import JOIN, join_of
 
-    return join_of(kind or JOIN).spec
+    return join_of(JOIN if kind is None else kind).spec
 
 
 @dataclass(frozen=True)
