@@ -211,7 +211,7 @@ class Facts:
         cos, sin = self._unit_tables(layer_idx, x, positions, inverse)
         size = cos.shape[-1]
         part = x[..., :size]
-        # One head of queries is enough: keys are what is rotated.
+        # One head of queries is enough: only keys are returned.
         turned = apply(part[:, :1], part, cos, sin)[1]
         return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], -1)
 
